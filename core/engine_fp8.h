@@ -105,12 +105,12 @@ typedef struct eng_fp8_product {
 /// How a layer computes in FP8: a role for each of its tensors, a product for each of its passes.
 /// In microscaling, x, w and dy have microscaling rules (`mx`), but dy may instead be in FP8, in
 /// square blocks with power-of-two scales. Only microscaling uses `backward`, which says how the
-/// backward products get x and w. mx is 0 in both of its entries or in neither. mx = 0: x and w
-/// themselves are quantized, as role[] says. mx = ENG_FP8_SAME: the quantized x and w of the
-/// forward product are used again. Any other mx: the quantized x and w of the forward product are
-/// quantized again, as backward[] says. If mx of `backward` is not 0, dx and dw are multiplied by
-/// the `gate` (ops.def) that mx_quantize or msamp_fp4 gave for x or w, if any, and then go through
-/// the forward product's Hadamard transform.
+/// backward products get x and w. backward[].mx is 0 for both x and w or for neither. If it is 0, x
+/// and w themselves are quantized, as role[] says. If it is ENG_FP8_SAME, the quantized x and w of
+/// the forward product are used again. Otherwise the quantized x and w of the forward product are
+/// quantized again, as backward[] says. Unless backward[].mx is 0, dx and dw are multiplied by the
+/// `gate` (ops.def) that mx_quantize or msamp_fp4 gave for x or w, if any, and then go through the
+/// forward product's Hadamard transform.
 enum { ENG_FP8_SAME = -1 };
 typedef struct eng_fp8_recipe {
   eng_fp8_role role[3];               // ENG_FP8_X, W, DY

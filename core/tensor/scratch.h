@@ -9,8 +9,9 @@ typedef struct scratch_piece { int space; void *memory; int64_t bytes; } scratch
 
 /// Declares `name`, a pointer to `count` elements of scratch memory, contents undefined. The memory
 /// is freed when the enclosing block ends. If memory runs out, returns ENG_ERR_MEMORY from the
-/// enclosing function. SCRATCH takes the memory in the current space, SCRATCH_IN in `space`. A
-/// kernel of a device can use only SCRATCH.
+/// enclosing function. SCRATCH takes the memory in the current space, SCRATCH_IN in `space`.
+/// Kernels use SCRATCH: their device computes in the current space, and a plug-in can allocate
+/// nowhere else.
 #define SCRATCH(type, name, count)                               \
   AT_END(scratch_free) scratch_piece name##_piece =              \
     scratch_alloc((int64_t)sizeof(type) * (count));              \
