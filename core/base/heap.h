@@ -21,7 +21,8 @@ typedef struct heap {
   ((pointer) = heap_take((owner), (int64_t)(count), sizeof *(pointer)))
 void *heap_take(heap *owner, int64_t count, size_t size);
 
-/// Returns a copy of `size` bytes of text with a final 0, or NULL like HEAP_NEW.
+/// Returns a copy of `size` bytes of text with a final 0. If memory runs out, does what HEAP_NEW
+/// does.
 char *heap_text(heap *owner, const char *text, int64_t size);
 
 /// Frees all blocks.

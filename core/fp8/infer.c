@@ -305,8 +305,10 @@ static eng_status infer_mx_matmul(op_call *c, op_shape *s)
   FAIL_IF(a->rule_a < 0 || a->rule_a >= ENG_MX_RULES || a->rule_b < 0 ||
           a->rule_b >= ENG_MX_RULES || nvfp4 != mx_is_nvfp4(a->rule_b) || (nvfp4 && !four),
           ENG_ERR_VALUE, "mx_matmul: expected two scale rules from 0 to %d, and NVFP4's scales "
-          "(only with e2m1) in both or in neither, got %lld and %lld", ENG_MX_RULES - 1,
-          (long long)a->rule_a, (long long)a->rule_b);
+          "(only with e2m1) in both or in neither, got %lld (%s) and %lld (%s) with codes in %s "
+          "and %s", ENG_MX_RULES - 1, (long long)a->rule_a, fp8_rule_name(a->rule_a),
+          (long long)a->rule_b, fp8_rule_name(a->rule_b), fp8_format_name(a->format_a),
+          fp8_format_name(a->format_b));
   int64_t K = 0, block = nvfp4 ? 16 : 32;
   for (int k = 0; k < 4; k += 2) {
     const tensor *q = c->in[k], *scale = c->in[k + 1];
