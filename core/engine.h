@@ -258,7 +258,7 @@ bool eng_op_supported(const char *device, int op);
 
 /// Declares that the caller does not use a tensor of the step again. Its memory is freed at once
 /// unless another tensor over this memory is still in use, or a gradient rule on the tape reads it.
-/// A later use of `x` is an error (STALE).
+/// Do not use `x` afterwards: once its memory is freed, this is an error (STALE).
 eng_status eng_done(const eng_tensor *x);
 
 /// Sets whether backward() computes the gradient of the leaf `x`.

@@ -187,9 +187,8 @@ eng_status eng_history_shadow(eng_history *history, int64_t step, const char *na
 /// overflow and zeros (as fractions of the elements); amax, least, scale_min and scale_max (without
 /// the loss scale); count; and, for the replay of policies, peak, power and asked. peak: the
 /// largest magnitude of all elements, whether measured or not, or inf or nan if any element is inf
-/// or nan. power: the sum of squares. asked: the amax from which the policies compute the role's
-/// scale in the next step; 0 stands for the measured amax, NaN for a role whose scale policies
-/// cannot set.
+/// or nan. power: the sum of squares. asked: the amax that the policies set for the role's scale in
+/// the next step; 0 if they set none, so that the measured amax counts; NaN if they cannot set it.
 eng_status eng_history_fp8(eng_history *history, int64_t step, const char *site, const char *role,
                            const double value[12]);
 /// Appends to the table `signals` a value that the script published as record.signals[name]. The

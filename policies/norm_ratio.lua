@@ -37,7 +37,7 @@ return {
     elseif record.norm_ref and record.norm_ref > 0 then
       local norm = record.norm
       if options.ref_layers ~= "" and record.groups then
-        -- Adds up the norms of only those tensors that the reference pass covered.
+        -- the norm over only those tensors that the reference pass covered
         local squares = 0
         for _, tensor in pairs(record.tensors) do
           squares = squares + (tensor.norm_ref and tensor.norm^2 or 0)

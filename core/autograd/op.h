@@ -45,8 +45,9 @@ typedef struct op_shape {
 /// the actual values. Makes negative dimensions in the attributes non-negative.
 eng_status op_infer(op_call *call, op_shape *shape);
 
-/// op_infer_rule: a shape rule. op_calls: runs an operation of layout CALLS. fp8/ registers both
-/// for the operations that ops.def marks `registered`.
+/// op_infer_rule: a shape rule. op_calls: runs an operation of layout CALLS. For each operation
+/// that ops.def marks `registered`, fp8/ registers one of them: op_calls for the layout CALLS,
+/// otherwise op_infer_rule.
 typedef eng_status op_infer_rule(op_call *call, op_shape *shape);
 typedef eng_status op_calls(op_call *call);
 void op_infer_register(int op, op_infer_rule *rule);

@@ -33,8 +33,10 @@ static eng_status copy(tensor *y, tensor *x)
                .cast = {.dtype = y->dtype}};
   eng_status status = ENG_OK;
   FAIL_IF(x->store->space != y->store->space, ENG_ERR_DEVICE,
-          "copy: %s and %s are in the memory of different devices; hint: x:to('%s')",
-          tensor_text(x), tensor_text(y), backend_of_space(y->store->space)->name);
+          "copy: expected the source and the target on one device, got the source %s in %s memory "
+          "and the target %s in %s memory; hint: source:to('%s')",
+          tensor_text(x), backend_of_space(x->store->space)->name, tensor_text(y),
+          backend_of_space(y->store->space)->name, backend_of_space(y->store->space)->name);
   if (x->store->space == arena_space()) {
     bool recording = eng_grad_enabled(false);
     status = op_run(&c);

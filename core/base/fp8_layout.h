@@ -119,7 +119,7 @@ ENG_INLINE fp8_order fp8_scale_order(int64_t a_across, int64_t a_along, int64_t 
   return a_along == 0 && b_along == 0 ? FP8_B_FIRST : FP8_A_FIRST;
 }
 
-/// Returns total + sum * a * b, with the scales a and b multiplied in this order.
+/// Returns total + sum * a * b. `order` says how the sum and the scales a and b are multiplied.
 ENG_INLINE float fp8_add_scaled(fp8_order order, float sum, float a, float b, float total)
 {
   if (order == FP8_TOGETHER) return fmaf(sum, a * b, total);

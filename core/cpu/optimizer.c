@@ -4,10 +4,11 @@
 // core/params has checked that all formats are f32, f16 or bf16. The reference kernels are in
 // reference_optimizer.c.
 //
-// Formulas and the order of operations are those of PyTorch's single-tensor optimizers. No product
-// is fused with a sum, so that every instruction set gives the same bits. Moments in bf16 are
-// widened to f32. The update uses their new values unrounded and rounds them once to store them.
-// Masters in bf16 are widened in the same way; backend.optimize describes their rounding.
+// Except for Lion and spike_clip, formulas and the order of operations are those of PyTorch's
+// single-tensor optimizers. No product is fused with a sum, so that every instruction set gives the
+// same bits. Moments in bf16 are widened to f32. The update uses their new values unrounded and
+// rounds them once to store them. Masters in bf16 are widened in the same way; backend.optimize
+// describes their rounding.
 //
 // On request the pass also sums the squares of the weight changes, of the new weights and of the
 // new moments. The sums have a fixed order, so they do not depend on the number of threads. Only

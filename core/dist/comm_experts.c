@@ -4,9 +4,9 @@
 // Rows travel in a comm dtype. A block of FP8 lies within one row, so that a row's result does not
 // depend on other rows. Rows that stay on their own rank are rounded in the same way, so that
 // results do not depend on which rank holds which expert. If the tensors already have the comm
-// dtype and are in host memory, messages use the tensors' memory directly. If messages go from card
-// to card, the card packs the rows. Owns the buffers of messages on the host and on the card; they
-// only grow. Called by Lua.
+// dtype, and are in host memory or messages go from card to card, messages use the tensors' memory
+// directly. Otherwise the card packs the rows if messages go from card to card, and the host does
+// if not. Owns the buffers of messages on the host and on the card; they only grow. Called by Lua.
 #include "comm.h"
 
 #include "device/backend.h"

@@ -121,8 +121,9 @@ eng_status fp8_mx_quantize(fp8_copies *to, tensor *slot, fp8_site *s, int role, 
 /// forward product read. Writes to->q_t and to->scale_t.
 eng_status fp8_mx_requantize(fp8_copies *to, const fp8_site *s, int role, tensor *q,
                              tensor *amax);
-/// Turns *g, the gradient of the values that the forward product read, into the gradient of x or w,
-/// in `dtype`: applies the gate, unless it is NULL, and the forward product's Hadamard transform.
+/// Turns *g, the gradient of the values that the forward product read, into the gradient of x or
+/// w: applies the gate, unless it is NULL, and the forward product's Hadamard transform, if it has
+/// one. The result of the transform is in `dtype`; without a transform, *g keeps its format.
 eng_status fp8_mx_through(tensor **g, const fp8_site *s, tensor *gate, int dtype);
 /// Draws the random number for the signs of a site's backward pass, if its recipe needs one.
 void fp8_mx_begin_backward(fp8_site *s);

@@ -229,8 +229,9 @@ static eng_status check_update(const eng_optimizer *state, const eng_update *upd
   return ENG_OK;
 }
 
-/// Returns whether all bits of this moment are 0, which means that it was never updated. The test
-/// also works on a moment that was saved and loaded.
+/// Returns whether all bits of this moment are 0. It then counts as never updated, although updates
+/// with gradients of zero leave it 0, too. The test also works on a moment that was saved and
+/// loaded.
 static bool untouched(const tensor *moment)
 {
   const char *at = moment->data;

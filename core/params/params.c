@@ -203,8 +203,8 @@ static eng_status check_format(const eng_params *set, int i, const char *what, i
                    set->member[i].name, what, eng_dtype_name(dtype));
 }
 
-/// Returns the stored format of gradient i: f32 if the set `accumulates` or `gradient` is NULL,
-/// else gradient[i], the format of the gradient's terms.
+/// Returns the stored format of gradient i: f32 if `gradient` is NULL or `accumulates` is true;
+/// otherwise gradient[i], the format of the terms that backward adds.
 static int stored_dtype(const int32_t *gradient, bool accumulates, int i)
 { return !gradient || accumulates ? ENG_f32 : gradient[i]; }
 

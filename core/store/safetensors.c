@@ -188,12 +188,14 @@ static eng_status check_together(eng_safetensors *file, int64_t data_size)
   for (int64_t i = 0; i < file->count; i++) {
     FAIL_IF(e[i].begin < reached, ENG_ERR_FORMAT,
             "tensors %s and %s overlap", json_show(e[i - 1].name), json_show(e[i].name));
-    FAIL_IF(e[i].begin > reached, ENG_ERR_FORMAT, "%lld unused bytes before tensor %s",
+    FAIL_IF(e[i].begin > reached, ENG_ERR_FORMAT, "expected tensors without gaps, "
+            "got %lld unused bytes before tensor %s",
             (long long)(e[i].begin - reached), json_show(e[i].name));
     reached = e[i].end;
   }
   FAIL_IF(reached != data_size, ENG_ERR_FORMAT,
-          "%lld unused bytes after the last tensor", (long long)(data_size - reached));
+          "expected the file to end with the last tensor, got %lld unused bytes after it",
+          (long long)(data_size - reached));
   return ENG_OK;
 }
 

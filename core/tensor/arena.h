@@ -27,9 +27,9 @@ typedef struct arena_source {
   void   *(*take)(int64_t bytes);
   void    (*give)(void *memory, int64_t bytes);
   int64_t (*capacity)(void);
-  /// Reports that memory was allocated (`out`; contents undefined) or freed, in the order of the
-  /// device's work. NULL: nothing is reported. The emulated card checks its kernels with these
-  /// reports.
+  /// Reports memory that was handed out (`out` is true; its contents are undefined) or freed, in
+  /// the order of the device's work. NULL: nothing is reported. The emulated card
+  /// (spec/cuda/emulator/) finds accesses outside of tensors with these reports.
   void    (*mark)(void *memory, int64_t bytes, bool out);
 } arena_source;
 

@@ -41,7 +41,8 @@ template <class T, int D>
 __global__ void __launch_bounds__(THREADS)
   attention_delta(const __grid_constant__ attention_problem p, const backward_room r)
 {
-  // LANES lanes share a row and read at most 16 bytes each. A warp processes AT_ONCE rows together.
+  // LANES lanes share a row; each reads 16 bytes of y and of dy (with D = 96, the last four read
+  // nothing). A warp processes AT_ONCE rows together.
   constexpr int LANES = D == 96 ? 16 : D / 8, AT_ONCE = 32 / LANES;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, piece = lane % LANES;
   const int tiles = (int)(r.line / QUERIES);

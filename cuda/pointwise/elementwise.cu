@@ -167,7 +167,8 @@ __device__ static pack<T, V> bits_at(const void *data, int64_t at, int64_t inner
   return p;
 }
 
-// The walk holds y, condition, a and b. The kernel copies bits, so a and b may have any format.
+// The walk holds y, condition (bool), a and b. The kernel copies bits, so y, a and b may have any
+// format that all three share.
 template <typename T, int V>
 static __global__ void __launch_bounds__(WALK_THREADS) where_kernel(const walk<4> w)
 {

@@ -106,7 +106,7 @@ describe("NF4", function()
 
   it("names what it expects", function()
     for message, options in pairs { ["a block of 32"] = { block = 48 },
-      ["did you mean 'block'"] = { blok = 64 }, ["one f32 amax"] = { offset = engine.zeros(2) },
+      ["did you mean 'block'"] = { blok = 64 }, ["one f32 offset"] = { offset = engine.zeros(2) },
       ["expected block"] = { block = "64" } } do
       helper.refuses(message, nf4.quantize, engine.zeros(64), options)
     end

@@ -388,8 +388,9 @@ describe("load_model", function()
         refuses(with("llama", { rope_parameters = p }), pattern)
       end
       rope({ beta_fst = 8 },
-        "unknown field 'beta_fst' of rope_parameters or rope_scaling; did you mean 'beta_fast'")
-      rope({ alpha = 8 }, "unknown field 'alpha' of rope_parameters or rope_scaling")
+        "the field 'beta_fst' of rope_parameters or rope_scaling is not supported; did you " ..
+        "mean 'beta_fast'")
+      rope({ alpha = 8 }, "the field 'alpha' of rope_parameters or rope_scaling is not supported")
       rope({ truncate = 3 }, "expected truncate to be a boolean, got 3")
       rope({ beta_fast = 1, beta_slow = 32 }, "expected beta_fast >= beta_slow, got 1 and 32")
       rope({ original_max_position_embeddings = 2.5 }, "whole number from 1 to 2^31 %- 1, got 2.5")

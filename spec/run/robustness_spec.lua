@@ -323,7 +323,7 @@ describe("modules and their parameters", function()
   it("are not read from a null pointer", function()
     assert.matches("got nothing", message_of(engine.from_memory, nil, "f32", { 4 }))
     assert.matches("got 5", message_of(engine.from_memory, 5, "f32", { 4 }))
-    assert.matches("expected memory for f32 [4]",
+    assert.matches("expected a pointer to memory for the elements of f32 [4]",
       message_of(engine.from_memory, M_ffi.ffi.cast("float *", nil), "f32", { 4 }), 1, true)
   end)
 end)

@@ -187,7 +187,7 @@ describe("losses.dpo", function()
     refused("expected reference to be a frozen copy of the model, got the model itself", losses.dpo,
       model, batch, { reference = model })
     refused("expected reference to be a module, got 3", losses.dpo, model, batch, { reference = 3 })
-    refused("expected beta to be a number >= 0, got -1", losses.dpo, model, batch,
+    refused("expected beta to be a finite number >= 0, got -1", losses.dpo, model, batch,
       { beta = -1, reference = reference })
     refused("expected reduction 'mean' or 'sum', got 'none'", losses.dpo, model, batch,
       { reduction = "none", reference = reference })

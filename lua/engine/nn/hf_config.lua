@@ -126,8 +126,8 @@ local ROPE = arguments.set_of(ORIGINAL .. [[ rope_type type rope_theta factor lo
 local function want_known(p, where)
   for _, key in ipairs(nearest.keys(p)) do
     if not ROPE[key] then
-      fail(where, "unknown field '%s' of rope_parameters or rope_scaling%s", show.shown(key),
-        nearest.hint(key, ROPE))
+      fail(where, "the field '%s' of rope_parameters or rope_scaling is not supported%s",
+        show.shown(key), nearest.choices(key, ROPE, "supported fields"))
     end
   end
 end

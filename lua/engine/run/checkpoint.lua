@@ -165,14 +165,14 @@ end
 --- After an error, dir is unchanged. The second result is a message if an old checkpoint could not
 --- be removed.
 function M.save(dir, step, parts, options)
-  M_ffi.raise_if(type(step) ~= "number" or step < 0 or step % 1 ~= 0,
-    "checkpoint.save: expected the step to be a whole number of 0 or more, got %s", tostring(step))
+  M_ffi.expect(type(step) == "number" and step >= 0 and step % 1 == 0, step,
+    "checkpoint.save: expected the step to be a whole number of 0 or more")
   M_ffi.expect(type(dir) == "string", dir, "checkpoint.save: expected the path of a directory")
   M_ffi.expect(type(parts) == "table", parts, "checkpoint.save: expected a table of parts, such " ..
     "as { model = { name = tensor } }")
   local keep = options and options.keep
-  M_ffi.raise_if(keep and (type(keep) ~= "number" or keep < 1),
-    "checkpoint.save: expected keep to be 1 or more, got %s", tostring(keep))
+  M_ffi.expect(not keep or type(keep) == "number" and keep >= 1, keep,
+    "checkpoint.save: expected keep to be a number of 1 or more")
   local path, note = attempt(place_of(dir, step), function(place)
     begin(place)
     local files = {}

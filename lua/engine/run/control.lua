@@ -334,7 +334,8 @@ function Control:wishes()
   return #self.heard > 0 or self.wish ~= nil
 end
 
--- Returns whether the run is paused and all clients that hold this pause have disconnected.
+-- Returns whether the run is in a pause that ends because all clients that hold it have
+-- disconnected. A pause that stays (held_by) never ends in this way.
 local function is_abandoned(self)
   if not self.paused or self.paused.stays or not self.socket then return false end
   for client in pairs(self.paused.holders) do

@@ -23,15 +23,16 @@
 --                  not the cause, and the overflow remains. Otherwise the largest gradients of the
 --                  good steps nearby decide, if they explain the recorded overflow. If they do not,
 --                  the extrapolated tail of the histogram decides.
--- A result may be only a bound in three more cases:
+-- A result may be only a bound in four more cases:
+--   - an overflow is predicted from a subnormal largest gradient;
 --   - the ratio is not a power of two, so that the two scales round differently, and either a
 --     magnitude is within 1/64 of the limit or the ratio is within 1/64 of 1;
 --   - layers have separate scales that differ from the run's by different factors;
 --   - the history is too old to tell fp16 gradients from others.
 --
--- A policy may read more than the overflow. amax is exact if the ratio is a power of two. norm and
--- counts are exact if, in addition, no gradient is subnormal or lost at either scale. The
--- statistics of single tensors are estimates.
+-- A policy may read more than the overflow. amax is exact if the ratio is a power of two and the
+-- step overflows at neither scale. norm and counts are exact if, in addition, no gradient is
+-- subnormal or lost at either scale. The statistics of single tensors are estimates.
 --
 -- M.judge decides whether the policy's verdicts are exact. A verdict is exact only as long as the
 -- policy would have had the run's weights and batches, that is, while all verdicts so far are exact
@@ -137,8 +138,8 @@ local function still_overflows(s, amax, ratio, format, around)
   if around and around >= format.limit / 2 then return around * ratio >= format.limit end
   local bad = tonumber(s.inf)
   if bad == 0 then return false end
-  -- extrapolates log2 of the number of elements above 2^k as a parabola through the last three
-  -- known k
+  -- Let n(k) be the number of elements above the overflow limit times 2^k. It is known for k = 0,
+  -- -1 and -2. A parabola through these log2 n(k) gives n at k = -log2(ratio).
   local above0 = log2(bad)
   local above1 = log2(bad + tonumber(s.hist[format.top - FIRST]))
   local above2 = log2(2 ^ above1 + tonumber(s.hist[format.top - 1 - FIRST]))

@@ -18,6 +18,7 @@ local nearest = require "engine.base.nearest"
 local optim = require "engine.train.optim"
 local session = require "engine.train.session"
 local tensor = require "engine.tensor.tensor"
+local show = require "engine.base.show"
 
 local expect, raise, raise_if = M_ffi.expect, M_ffi.raise, M_ffi.raise_if
 local set_of = arguments.set_of
@@ -131,7 +132,9 @@ end
 function Engine:__call(...)
   if not self.session.current then
     local stopped = self.session:close().stopped
-    raise("deepspeed: the run has ended%s", stopped and ": " .. stopped or " after its steps")
+    raise("deepspeed: the run has ended%s", stopped and ": " .. stopped
+      or (" after %s; hint: end the loop there, or raise the option steps"):format(
+      show.counted(self.session.most, "step")))
   end
   return self.session:autocast(self.model, ...)
 end

@@ -95,7 +95,7 @@ function M.dpo(model, batch, options)
   local beta, smoothing = options.beta or 0.1, smoothing_of(options, "losses.dpo")
   local reference, reduction = options.reference, options.reduction or "mean"
   expect(type(beta) == "number" and beta >= 0 and beta < math.huge, beta,
-    "losses.dpo: expected beta to be a number >= 0")
+    "losses.dpo: expected beta to be a finite number >= 0")
   expect(reduction == "mean" or reduction == "sum", reduction,
     "losses.dpo: expected reduction 'mean' or 'sum'")
   raise_if(reference == model,

@@ -402,7 +402,7 @@ generators.nf4_quantize = function(try)
   for _, block in ipairs { 0, 16, 48, 8192 } do
     try { inputs = { x, false }, ints = { block, 1 }, outputs = 5, fails = "a block of 32" }
   end
-  try { inputs = { x, x }, ints = { 64, 1 }, outputs = 5, fails = "one f32 amax" }
+  try { inputs = { x, x }, ints = { 64, 1 }, outputs = 5, fails = "one f32 offset" }
 end
 
 generators.nf4_dequantize = function(try)
