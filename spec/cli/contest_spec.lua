@@ -267,10 +267,36 @@ describe("engine contest", function()
     h:close()
   end)
 
+  it("compares settings of the script", function()
+    local out = contest('job.lua --vary steps=10 --vary "steps=20 evaluate=false" --policy pid ' ..
+      "seeds=2 name=v --csv v.csv").out
+    assert.matches("\nsettings +finished", out)
+    assert.matches("\npid +2 of 2 .*\nsteps=10 +2 of 2 .*\nsteps=20 evaluate=false +2 of 2 .* %- ",
+      out)
+    assert.matches("differences from pid with the same seed", out, 1, true)
+    local rows = csv "v.csv"
+    assert.same({ "steps=20 evaluate=false", 1, 20, "runs/v/steps=20-evaluate=false-1" },
+      { rows[3].settings, rows[3].seed, rows[3].steps, rows[3].run })
+    assert.same({ "pid", 30 }, { rows[1].settings, rows[1].steps })
+    local meta = require("cjson").decode(contest('job.lua --vary steps=10 --vary ' ..
+      '"steps=20 evaluate=false" --policy pid seeds=2 name=v --json').out)
+    assert.same({ "steps=10", "runs/v/steps=10-2" },
+      { meta.entrants[2].settings, meta.entrants[2].runs[2].run })
+  end)
+
   it("refuses wrong words before anything runs", function()
     local missing = "examples/nope.lua"
     for words, message in pairs {
-      ["job.lua"] = "expected at least one --policy NAME",
+      ["job.lua"] = "expected at least one --policy NAME or --vary SETTING=VALUE",
+      ["job.lua --vary steps"] = "--vary: expected SETTING=VALUE, got 'steps'",
+      ["job.lua --vary ' '"] = "--vary: expected SETTING=VALUE, got an empty text",
+      ["job.lua --vary 'steps=1 steps=2'"] = "--vary 'steps=1 steps=2' sets 'steps' twice",
+      ["job.lua --vary steps=1 --vary steps=1"] = "--vary: expected different settings, got " ..
+        "steps=1 twice",
+      ["job.lua --vary steps=1 steps=2"] = "'steps' differs between the runs",
+      ["job.lua --policy pid policy=pid"] = "'policy' differs between the runs",
+      ["job.lua --vary seed=1"] = "the contest itself sets 'seed'; hint: use seeds=",
+      ["job.lua --vary stepz=1"] = "no field 'stepz'; did you mean 'steps'?",
       ["--policy dynamic"] = "expected one script, got nothing; see engine help contest",
       [missing .. " --policy dynamic"] = "there is no script '" .. missing .. "'",
       ["job.lua --policy dynamc"] = "policy: there is no policy 'dynamc'; did you mean 'dynamic'?",

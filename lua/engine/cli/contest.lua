@@ -12,25 +12,30 @@ local help = [==[
 usage: engine contest SCRIPT --policy A --policy B ... [seeds=5] [jobs=N] [threads=N]
                       [name=contest] [setting=value ...]
                       [--csv FILE] [--latex FILE] [--svg FILE] [--png FILE] [--json]
+       engine contest SCRIPT --vary "SETTING=VALUE ..." --vary "SETTING=VALUE ..." ...
 
 Trains the script under each policy with the seeds 1 to `seeds`, and compares the policies: mean and
 standard deviation over the seeds, and differences from the first policy with the same seed, with
-95 % confidence intervals.
+95 % confidence intervals. --vary compares other settings of the script in the same way.
 
   engine contest examples/gpt.lua --policy dynamic --policy max_value steps=200
   engine contest train.lua --policy dynamic:growth_interval=500 --policy ./mine.lua seeds=10
+  engine contest examples/gpt.lua --vary precision=bf16 --vary precision=fp8_block
+  engine contest train.lua --vary "precision=fp16 lr=1e-3" --vary "precision=bf16 lr=3e-3"
   engine contest train.lua --policy dynamic --policy pid name=first lr=1e-3 --svg first.svg
   engine runs runs/contest             # its runs, with `engine plot`, `report` and so on
 
-Each run is a process, in runs/NAME/POLICY-SEED/. Ctrl-C ends the runs with a checkpoint; the same
-command continues them, and repeats no run that has ended. More seeds or policies may be added to a
-contest; other settings need another name. A run that fails does not end the contest. If its error
-may be temporary (exit status 1, or a signal), the next start tries it again.
+Each run is a process, in a folder runs/NAME/POLICY-SEED/, or SETTINGS-SEED/ with --vary. Ctrl-C
+ends the runs with a checkpoint; the same command continues them, and repeats no run that has ended.
+More seeds, policies or settings to compare may be added to a contest; other settings of all runs
+need another name. A run that fails does not end the contest. If its error may be temporary (exit
+status 1, or a signal), the next start tries it again.
 
-The script needs the settings policy, seed and run (engine.config). If it has the setting resume,
-interrupted runs continue instead of starting over. If it has the setting log, runs print less.
+The script needs the settings seed, run and policy or those that --vary names (engine.config). If it
+has the setting resume, interrupted runs continue instead of starting over. If it has the setting
+log, runs print less.
 
-seeds     runs of each policy (5)
+seeds     runs of each policy, or of each --vary (5)
 jobs      runs at a time; by default the usable cores divided by `threads`, or 1 on a GPU
 threads   OpenMP threads of a run; by default the cores divided by the number of runs. All runs of a
           contest use the same number, because it changes the last digits of the results
@@ -90,7 +95,11 @@ end
 -- Raises an error if the script lacks a needed setting, or if a run's settings are invalid.
 local function check_script(contest)
   local defaults, docs, kinds = settings_of(contest.script, contest.settings)
-  for _, name in ipairs { "policy", "seed", "run" } do
+  local needed = { "seed", "run" }
+  for _, entrant in ipairs(contest.entrants) do
+    for name in pairs(entrant.names) do needed[#needed + 1] = NEEDED[name] and name or nil end
+  end
+  for _, name in ipairs(needed) do
     fail_if(type(defaults) ~= "table" or defaults[name] == nil,
       "%s has no setting '%s', which a contest needs; hint: add it to engine.config { ... } and " ..
       "use it: %s", contest.script, name, NEEDED[name])
@@ -101,21 +110,57 @@ local function check_script(contest)
   -- engine.config gives every script this field
   if defaults.device == nil then defaults.device = config.optional "string" end
   contest.sources = {}
-  for _, policy in ipairs(contest.policies) do
-    parse(defaults, { "policy=" .. policy, unpack(words) }, docs, kinds, contest.script)
+  for _, entrant in ipairs(contest.entrants) do
+    local all = { unpack(entrant.settings) }
+    for _, word in ipairs(words) do all[#all + 1] = word end
+    parse(defaults, all, docs, kinds, contest.script)
     -- load() fails for a policy that only the script registers
-    local good, loaded = pcall(load, policy)
-    contest.sources[policy] = good and loaded.source or nil
+    local policy = entrant.names.policy
+    local good, loaded = pcall(load, policy or "")
+    if good then contest.sources[policy] = loaded.source end
   end
 end
 
 -- ------------------------------------------------------------------ the command line
 
-local TAKEN = { policy = "hint: use --policy", seed = "hint: use seeds=",
+local TAKEN = { seed = "hint: use seeds=",
   run = "hint: use name=", resume = "the same command again continues the runs",
   log = "the file `output` in a run's folder has what the run printed" }
 
 local OUTPUTS = { "csv", "latex", "svg", "png" }
+
+-- Returns the contest's entrants, in order: { label = the policy or the settings as text, settings
+-- = { "name=value" ... }, names = { [name] = value } }, and the set of the settings' names.
+local function entrants_of(given)
+  local list, labels, varied = {}, {}, {}
+  local function enter(option, label, settings)
+    if labels[label] then
+      fail("--%s: expected different %s, got %s twice", option, option == "policy" and "policies"
+        or "settings", label)
+    end
+    labels[label] = true
+    local names = {}
+    for _, word in ipairs(settings) do
+      local name, value = word:match("^([%w_.-]+)=(.*)$")
+      fail_if(not name, "--vary: expected SETTING=VALUE, got '%s'", word)
+      fail_if(TAKEN[name] or OWN[name] ~= nil, "the contest itself sets '%s'%s", name,
+        TAKEN[name] and "; " .. TAKEN[name] or "")
+      fail_if(names[name], "--vary '%s' sets '%s' twice", label, name)
+      names[name], varied[name] = value, true
+    end
+    list[#list + 1] = { label = label, settings = settings, names = names }
+  end
+  for _, policy in ipairs(given.policy) do enter("policy", policy, { "policy=" .. policy }) end
+  for _, text in ipairs(given.vary) do
+    local settings = {}
+    for word in text:gmatch("%S+") do settings[#settings + 1] = word end
+    fail_if(#settings == 0, "--vary: expected SETTING=VALUE, got an empty text")
+    enter("vary", table.concat(settings, " "), settings)
+  end
+  fail_if(#list == 0, "expected at least one --policy NAME or --vary SETTING=VALUE; " ..
+    "`engine policies` lists the policies")
+  return list, varied
+end
 
 local function read(given)
   local M_ffi = require "engine.base.ffi"
@@ -124,17 +169,14 @@ local function read(given)
     "a contest starts its runs from one process; hint: start it without mpirun or torchrun")
   local script = given.words[1]
   options.want_script(script)
-  fail_if(#given.policy == 0, "expected at least one --policy NAME; `engine policies` lists the " ..
-    "policies")
-  local own, settings, seen = {}, {}, {}
+  local entrants, varied = entrants_of(given)
+  local own, settings = {}, {}
   for _, word in ipairs(given.settings or {}) do
     local name = word:match("^[^=]+")
     fail_if(TAKEN[name], "the contest itself sets '%s' for each run; %s", name, TAKEN[name])
+    fail_if(varied[name] or name == "policy" and #given.policy > 0, "'%s' differs between the " ..
+      "runs, so it cannot be a setting of all runs", name)
     table.insert(OWN[name] ~= nil and own or settings, word)
-  end
-  for _, policy in ipairs(given.policy) do
-    if seen[policy] then fail("--policy: expected different policies, got %s twice", policy) end
-    seen[policy] = true
   end
   for _, name in ipairs(OUTPUTS) do
     local problem = given[name] and given[name] ~= "-" and config.ranges.output.problem(given[name])
@@ -149,11 +191,12 @@ local function read(given)
   local text, why = files.read(script)
   if not text then fail("cannot read %s", why) end
   local contest = { path = require("engine.run.run").directory(own.name), script = script,
-    source = text, settings = settings, policies = given.policy, seeds = own.seeds,
+    source = text, settings = settings, entrants = entrants, seeds = own.seeds,
+    head = #given.vary > 0 and "settings" or "policy",
     threads = own.threads, jobs = own.jobs }
   check_script(contest)
   local cores = C.eng_comm_threads()
-  contest.default_threads = math.max(1, math.floor(cores / (#contest.policies * own.seeds)))
+  contest.default_threads = math.max(1, math.floor(cores / (#entrants * own.seeds)))
   contest = require("engine.run.contest").open(contest)
   local card = ("\0" .. table.concat(settings, "\0")):find("%zdevice=[ac]u")   -- auto or cuda
   contest.jobs = contest.jobs or card and 1 or math.max(1, math.floor(cores / contest.threads))
@@ -196,7 +239,7 @@ local function progress_of(contest, waiting)
     local parts = {}
     for _, run in ipairs(waiting) do
       if running[run] then
-        parts[#parts + 1] = ("%s seed %d %.0f %%"):format(run.policy, run.seed, 100 * progress(run))
+        parts[#parts + 1] = ("%s seed %d %.0f %%"):format(run.label, run.seed, 100 * progress(run))
       end
     end
     self:update { step = 0, text = ("%d of %d runs%s  %s"):format(ended, total, left(running),
@@ -205,9 +248,9 @@ local function progress_of(contest, waiting)
   function bar:ended(run, running)
     ended, run.ended_now = ended + 1, true
     self:note(("%d of %d: %s%s"):format(ended, total, run.done
-      and ("%s seed %d: loss %.4f in %s"):format(run.policy, run.seed, run.loss or 0 / 0,
+      and ("%s seed %d: loss %.4f in %s"):format(run.label, run.seed, run.loss or 0 / 0,
         show.duration(run.seconds))
-      or ("%s seed %d: %s"):format(run.policy, run.seed, show.cut(run.why, 300)),
+      or ("%s seed %d: %s"):format(run.label, run.seed, show.cut(run.why, 300)),
       ended < total and left(running) or ""))
   end
   function bar:finish()
@@ -291,10 +334,10 @@ local function main(given)
 end
 
 return options.command {
-  name = "contest", doc = "a script under several policies and seeds, compared", help = help,
-  least = 1, most = 1, expects = "one script",
-  options = { policy = "texts", csv = "text", latex = "text", svg = "text", png = "text",
-    json = "switch" }, main = main,
+  name = "contest", doc = "a script under several policies or settings, and seeds, compared",
+  help = help, least = 1, most = 1, expects = "one script",
+  options = { policy = "texts", vary = "texts", csv = "text", latex = "text", svg = "text",
+    png = "text", json = "switch" }, main = main,
   word = function(word, given)
     if not word:find("^[%w_.-]+=") then return false end
     given.settings = given.settings or {}

@@ -1,6 +1,6 @@
 -- The results of a contest (run/contest.lua) as tables, CSV, JSON, LaTeX and figures. Below,
--- `contest` is the contest and `results` what contest:results() returns, a row for each policy.
--- Called by cli/contest.lua.
+-- `contest` is the contest and `results` what contest:results() returns, a row for each entrant (a
+-- policy, or other settings). Called by cli/contest.lua.
 local compare = require "engine.run.compare"
 local contests = require "engine.run.contest"
 local export = require "engine.report.export"
@@ -47,24 +47,24 @@ local function difference(d, factor)
   return { form:format(mean), form:format(low) .. " to " .. form:format(high), words }
 end
 
-local function differences_table(results)
-  local rows = { { "policy", "number", "difference", "95 % interval", "" } }
+local function differences_table(contest, results)
+  local rows = { { contest.head, "number", "difference", "95 % interval", "" } }
   for i = 2, #results do
     local first = true
     for _, name in ipairs(contests.NAMES) do
       local d = results[i].against[name]
       if d then
         local parts = difference(d, HEAD[name].factor or 1)
-        rows[#rows + 1] = { first and results[i].policy or "", HEAD[name][1], unpack(parts) }
+        rows[#rows + 1] = { first and results[i].label or "", HEAD[name][1], unpack(parts) }
         first = false
       end
     end
   end
-  return #rows > 1 and ("differences from %s with the same seed\n\n"):format(results[1].policy) ..
+  return #rows > 1 and ("differences from %s with the same seed\n\n"):format(results[1].label) ..
     show.table(rows, { true, true, false, false, true }) or nil
 end
 
--- Appends to `lines` a line for each distinct reason why runs of a policy failed.
+-- Appends to `lines` a line for each distinct reason why runs of an entrant failed.
 local function add_failures(lines, row)
   local seeds, first = {}, #lines + 1
   for _, run in ipairs(row.failed) do
@@ -76,18 +76,18 @@ local function add_failures(lines, row)
   end
   for i = first, #lines do
     local list = seeds[lines[i]]
-    lines[i] = ("%s: %d of %d runs failed (seed %s): %s"):format(row.policy, #list, #row.runs,
+    lines[i] = ("%s: %d of %d runs failed (seed %s): %s"):format(row.label, #list, #row.runs,
       table.concat(list, ", "), show.cut(lines[i], 300))
   end
 end
 
 --- Returns the tables, and the reasons why runs failed, as text.
 function M.text(contest, results)
-  local heads = { "policy", "finished" }
+  local heads = { contest.head, "finished" }
   for _, name in ipairs(contests.NAMES) do heads[#heads + 1] = HEAD[name][1] end
   local rows, failures = { heads }, {}
   for i, row in ipairs(results) do
-    rows[i + 1] = { row.policy, runs_text(row) }
+    rows[i + 1] = { row.label, runs_text(row) }
     for _, name in ipairs(contests.NAMES) do table.insert(rows[i + 1], cell(row, name)) end
     add_failures(failures, row)
   end
@@ -95,7 +95,7 @@ function M.text(contest, results)
     job_text(contest), contest.seeds == 1 and "one seed; loss: mean"
     or ("mean +- standard deviation over %d seeds; loss: mean"):format(contest.seeds),
     show.table(rows, { true })) }
-  parts[2] = differences_table(results)
+  parts[2] = differences_table(contest, results)
   if #failures > 0 then
     failures[#failures + 1] = ("output of the runs: %s/*/output"):format(contest.path)
     parts[#parts + 1] = table.concat(failures, "\n")
@@ -105,11 +105,12 @@ end
 
 -- ------------------------------------------------------------------ for programs and papers
 
-local COLUMNS = { "policy", "seed", "run", "exit", "ended", "steps", unpack(contests.NAMES) }
+local COLUMNS = { "label", "seed", "run", "exit", "ended", "steps", unpack(contests.NAMES) }
 
---- Returns CSV with a line for each run. The cell of a missing number is empty.
+--- Returns CSV with a line for each run. The first column is called "policy" or "settings". The
+--- cell of a missing number is empty.
 function M.csv(contest)
-  local lines = { table.concat(COLUMNS, ",") }
+  local lines = { (table.concat(COLUMNS, ","):gsub("^label", contest.head)) }
   for _, run in ipairs(contest.runs) do
     local cells = {}
     for i, name in ipairs(COLUMNS) do
@@ -130,14 +131,16 @@ end
 
 --- Returns one JSON object: { script, settings, seeds, policies = [{ policy, runs, NAME = { n,
 --- mean, spread, difference = { n, mean, spread, low, high } or null } }] }. NAME stands for each
---- number, such as loss.
+--- number, such as loss. If entrants are not policies, `entrants` and `settings` replace `policies`
+--- and `policy`.
 function M.json(contest, results)
-  local policies = {}
+  local entrants = {}
   for i, row in ipairs(results) do
-    local fields = { policy = row.policy, runs = {} }
+    local fields = { [contest.head] = row.label, runs = {} }
     for k, run in ipairs(row.runs) do
-      fields.runs[k] = fields_of(run, COLUMNS)
-      fields.runs[k].run = run.path
+      local own = fields_of(run, COLUMNS)
+      own.run, own[contest.head], own.label = run.path, run.label, nil
+      fields.runs[k] = own
     end
     for _, name in ipairs(contests.NAMES) do
       local d = row.against[name]
@@ -145,10 +148,10 @@ function M.json(contest, results)
       fields[name].difference = d and fields_of(d, { "n", "mean", "spread", "low", "high" })
         or json.null
     end
-    policies[i] = fields
+    entrants[i] = fields
   end
   return json.plain { script = contest.script, settings = contest.settings,
-    seeds = contest.seeds, policies = policies }
+    seeds = contest.seeds, [contest.head == "policy" and "policies" or "entrants"] = entrants }
 end
 
 local TEX = { ["\\"] = "\\textbackslash{}", ["~"] = "\\textasciitilde{}",
@@ -164,19 +167,19 @@ local function tex(text)
   return (show.shown(text):gsub("[\\~^#$%%&_{}]", function(c) return TEX[c] or "\\" .. c end))
 end
 
---- Returns a LaTeX table for the package booktabs. It has the numbers of each policy, and the
---- difference between the policy's loss and that of the first policy.
+--- Returns a LaTeX table for the package booktabs. It has the numbers of each entrant, and
+--- the difference between its loss and that of the first entrant.
 function M.latex(contest, results)
   local lines = { ("%% engine contest %s seeds=%d; \\usepackage{booktabs}"):format(
     show.shown(job_text(contest)), contest.seeds),
     "\\begin{tabular}{l" .. ("r"):rep(#contests.NAMES + 2) .. "}", "\\toprule" }
-  local heads = { "policy", "finished" }
+  local heads = { contest.head, "finished" }
   for _, name in ipairs(contests.NAMES) do heads[#heads + 1] = HEAD[name][2] or HEAD[name][1] end
   heads[#heads + 1] = "$\\Delta$ loss, 95\\,\\% interval"
   lines[#lines + 1] = table.concat(heads, " & ") .. " \\\\"
   lines[#lines + 1] = "\\midrule"
   for i, row in ipairs(results) do
-    local cells = { tex(row.policy), runs_text(row) }
+    local cells = { tex(row.label), runs_text(row) }
     for _, name in ipairs(contests.NAMES) do
       local text = cell(row, name)
       cells[#cells + 1] = text == "-" and "--" or tex_number(text)
@@ -196,16 +199,16 @@ end
 local POINTS = 150      -- more would show the noise of single batches
 local NAMES, MEANS = { "loss", "scale" }, { "mean and standard deviation", "geometric mean" }
 
--- Returns panels of loss and loss scale over the steps, with a curve for each policy, or nil if no
--- run has finished.
+-- Returns panels of loss and loss scale over the steps, with a curve for each entrant, or nil if
+-- no run has finished.
 local function panels_of(contest)
-  local paths, policies = {}, {}
+  local paths, labels = {}, {}
   for _, run in ipairs(contest.runs) do
-    if run.done then paths[#paths + 1], policies[#paths + 1] = run.path, run.policy end
+    if run.done then paths[#paths + 1], labels[#paths + 1] = run.path, run.label end
   end
   if #paths == 0 then return nil end
   local list = compare.open(paths)
-  for i, run in ipairs(list) do run.settings.policy = policies[i] end
+  for i, run in ipairs(list) do run.settings.policy = labels[i] end
   local c = compare.read(list, NAMES, { points = POINTS, group = "policy" })
   for _, run in ipairs(list) do run.history:close() end
   for _, curve in ipairs(c.curves) do curve.label = curve.group[1].settings.policy end
@@ -221,7 +224,7 @@ end
 function M.draw(contest, options)
   local panels = panels_of(contest)
   if not panels then error("no run has finished, so there is nothing to draw", 0) end
-  local one = #contest.policies == 1 and contest.policies[1] .. ", " or ""   -- one curve: no legend
+  local one = #contest.entrants == 1 and contest.entrants[1].label .. ", " or ""     -- no legend
   local title = show.cut(contest.path:match("([^/]+)/*$") .. ": " .. one .. job_text(contest), 90)
   views.write(title, panels, options)
 end

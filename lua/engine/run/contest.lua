@@ -1,6 +1,7 @@
--- A contest: one script under several policies and seeds, each run in its own process.
+-- A contest: one script with several entrants and seeds, each run in its own process. An entrant is
+-- a policy, or other settings of the script.
 --   runs/NAME/contest.json         the script, its settings, the policies' sources
---   runs/NAME/POLICY-SEED/         a run; its file `output` has what it printed, `exit` its exit
+--   runs/NAME/ENTRANT-SEED/        a run; its file `output` has what it printed, `exit` its exit
 --                                  status
 -- This file starts the runs, finds which are done, and reads their results. `engine contest` is the
 -- command; report/contest.lua prints the results. Called by cli/contest.lua and report/contest.lua.
@@ -66,20 +67,21 @@ local function agree(self)
   check(C.eng_file_write(path, text, #text))
 end
 
--- Lists the runs seed by seed, each seed under all policies, so that comparisons are possible
+-- Lists the runs seed by seed, each seed with all entrants, so that comparisons are possible
 -- before all runs are done.
 local function list_runs(self)
   local list, owner = {}, {}
-  if self.seeds * #self.policies > 10000 then
-    fail("expected at most 10000 runs, got %g seeds of %d policies", self.seeds, #self.policies)
+  if self.seeds * #self.entrants > 10000 then
+    fail("expected at most 10000 runs, got %g seeds of %d entrants", self.seeds, #self.entrants)
   end
   for seed = 1, self.seeds do
-    for _, policy in ipairs(self.policies) do
-      local name = policy:gsub("[^%w_.=+-]", "-"):gsub("^[.-]+", ""):sub(1, 80)
-      fail_if((owner[name] or policy) ~= policy, "policies '%s' and '%s' would share the folder " ..
-        "%s; hint: rename a file", owner[name], policy, name)
-      owner[name] = policy
-      list[#list + 1] = { policy = policy, seed = seed,
+    for _, entrant in ipairs(self.entrants) do
+      local label = entrant.label
+      local name = label:gsub("[^%w_.=+-]", "-"):gsub("^[.-]+", ""):sub(1, 80)
+      fail_if((owner[name] or label) ~= label, "'%s' and '%s' would share the folder %s; hint: " ..
+        "rename a file, or shorten the settings", owner[name], label, name)
+      owner[name] = label
+      list[#list + 1] = { label = label, settings = entrant.settings, seed = seed,
         path = ("%s/%s-%d"):format(self.path, name, seed) }
     end
   end
@@ -87,10 +89,11 @@ local function list_runs(self)
 end
 
 --- Opens a contest's folder; creates it if it is missing. job: { path, script, source (its text),
---- settings = { "name=value" ... }, policies = { ... }, sources = { [policy] = its source }, seeds,
---- threads (nil: those in contest.json or, without this file, default_threads), default_threads,
---- resumes (whether the script accepts resume=), quiet (whether it accepts log=) }. Raises an error
---- if the folder holds a different contest, or if a contest is running in it.
+--- settings = { "name=value" ... } of all runs, entrants = { { label =, settings = } ... }, head =
+--- "policy" or, if not all entrants are policies, "settings", sources = { [policy] = its source },
+--- seeds, threads (nil: those in contest.json or, without this file, default_threads),
+--- default_threads, resumes (whether the script accepts resume=), quiet (whether it accepts log=)
+--- }. Raises an error if the folder holds a different contest, or if a contest is running in it.
 function M.open(job)
   local self = setmetatable(job, Contest)
   fail_if(files.exists(self.path .. "/history.db"),
@@ -182,8 +185,9 @@ function Contest:start(run)
   else files.remove(run.path) end
   check(C.eng_file_mkdir(run.path), true)
   local words = { "env", "ENGINE_RANKS=off", "OMP_NUM_THREADS=" .. self.threads,
-    require("engine.host").executable, self.script, "policy=" .. run.policy, "seed=" .. run.seed,
-    "run=" .. run.path, unpack(self.settings) }
+    require("engine.host").executable, self.script, "seed=" .. run.seed, "run=" .. run.path,
+    unpack(run.settings) }
+  for _, word in ipairs(self.settings) do words[#words + 1] = word end
   if self.resumes then words[#words + 1] = "resume=auto" end
   if self.quiet then words[#words + 1] = "log=quiet" end
   run.process = process.start(words, run.path .. "/output")
@@ -205,18 +209,18 @@ end
 
 -- ------------------------------------------------------------------ results
 
---- Returns a list in the order of the policies: { policy, runs, failed = the runs whose numbers do
+--- Returns a list in the order of the entrants: { label, runs, failed = the runs whose numbers do
 --- not count, against, and for each name in M.NAMES: NAME = { mean, spread, values = { [seed] =
---- number }, n = how many numbers } }. against[NAME] is the paired difference from the first policy
---- (statistics.paired).
+--- number }, n = how many numbers } }. against[NAME] is the paired difference from the first
+--- entrant (statistics.paired).
 function Contest:results()
   local list, row_of = {}, {}
-  for i, policy in ipairs(self.policies) do
-    list[i] = { policy = policy, runs = {}, failed = {}, against = {} }
-    row_of[policy] = list[i]
+  for i, entrant in ipairs(self.entrants) do
+    list[i] = { label = entrant.label, runs = {}, failed = {}, against = {} }
+    row_of[entrant.label] = list[i]
   end
   for _, run in ipairs(self.runs) do
-    local row = row_of[run.policy]
+    local row = row_of[run.label]
     table.insert(row.runs, run)
     if not run.done then table.insert(row.failed, run) end
   end
