@@ -135,8 +135,8 @@ local function begin(place)
 end
 
 -- Completes a checkpoint whose tensor files are written: writes state.json, renames the directory,
--- and keeps only the newest options.keep checkpoints. Returns the checkpoint's path, and a message
--- if an old checkpoint could not be removed.
+-- and keeps only the newest options.keep checkpoints. place: from place_of. format: WHOLE or
+-- SHARDS. Returns the checkpoint's path, and a message if an old checkpoint could not be removed.
 local function finish(place, step, format, files, state, options)
   for name in pairs(files) do
     fail_if(not disk.is_file(place.temporary .. "/" .. name),

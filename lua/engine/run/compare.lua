@@ -164,8 +164,8 @@ function M.band(list, n, log)
   return result
 end
 
--- Groups the runs by their values of the setting `key`. The groups have the order of their first
--- runs.
+-- Returns the groups of runs that have the same value of the setting `key`, in the order of their
+-- first runs: { { group = runs, label } ... }. Raises an error if no run has the setting.
 local function groups_of(list, key)
   local known, groups, by_value = false, {}, {}
   for _, run in ipairs(list) do known = known or run.settings[key] ~= nil end

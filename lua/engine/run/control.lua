@@ -48,7 +48,8 @@ function Control:open()
   self.socket = ffi.gc(out[0], C.eng_attach_close)
 end
 
--- Ends the steps of clients and answers these clients. ok: whether all steps were made.
+-- Ends the steps that clients requested (commands.step) and answers these clients. ok: whether all
+-- requested steps were made. text: the text or the error of the answers.
 local function end_steps(self, ok, text)
   self.steps_left = nil
   for number, id in pairs(self.waiting) do
@@ -406,6 +407,7 @@ end
 function Control:state() return next(self.set) and self.set or nil end
 
 --- Restores what state() returned. Raises an error for a value that its setting does not take.
+--- Returns a line about the restored settings, or nil if there are none.
 function Control:restore(saved)
   local parts = {}
   for name, value in pairs(saved) do

@@ -130,16 +130,18 @@ local function has_tiny(s, format)
   return false
 end
 
--- True if gradients that overflowed at a scale still overflow at that scale times `ratio` < 1.
--- amax: the largest finite gradient as stored. around: the largest gradient of nearby good steps
--- times the recorded scale, or nil.
+-- True if gradients that overflowed at a scale still overflow at that scale times `ratio` < 1. s:
+-- the statistics of these gradients as stored. amax: the largest finite gradient as stored. format:
+-- the gradients' format. around: the largest gradient of nearby good steps times the recorded
+-- scale, or nil.
 local function still_overflows(s, amax, ratio, format, around)
   if amax < format.limit * 2 ^ -6 then return true end
   if around and around >= format.limit / 2 then return around * ratio >= format.limit end
   local bad = tonumber(s.inf)
   if bad == 0 then return false end
-  -- Let n(k) be the number of elements above the overflow limit times 2^k. It is known for k = 0,
-  -- -1 and -2. A parabola through these log2 n(k) gives n at k = -log2(ratio).
+  -- above0, above1, above2: log2 of the number of elements beyond the largest number of the format,
+  -- beyond a half of it and beyond a quarter. A parabola through them extrapolates this logarithm
+  -- to 2^k times the largest number, k = -log2(ratio).
   local above0 = log2(bad)
   local above1 = log2(bad + tonumber(s.hist[format.top - FIRST]))
   local above2 = log2(2 ^ above1 + tonumber(s.hist[format.top - 1 - FIRST]))
@@ -180,7 +182,8 @@ local function overflows(record, ratio, o, s)
   return amax < format.limit and reach >= format.limit, "bound"
 end
 
--- Statistics that are exact if the counts are, and those that M.move leaves as they are.
+-- COUNTED: the statistics that are exact if no element is lost or becomes subnormal (`counts` in
+-- M.move). UNKNOWN: those that M.move cannot convert and leaves as they are.
 local COUNTED = C.ENG_NEED_NORM + C.ENG_NEED_ZEROS + C.ENG_NEED_UNDERFLOW + C.ENG_NEED_HIST
 local UNKNOWN = C.ENG_NEED_GRADIENTS - C.ENG_NEED_AMAX - COUNTED
 local cell = ffi.new("eng_tensor_stats[1]")

@@ -20,8 +20,9 @@ local M = {}
 local BLOCK = C.ENG_HISTORY_BLOCK   -- how many steps a block has
 
 -- The metrics that can be drawn: name, SQL, whether blocks hold the metric (`summed`), whether only
--- some steps have it (`sparse`), whether no line joins those steps across others (`apart`), whether
--- it is always finite (`finite`), the base of its logarithmic axis (`log`), and its title.
+-- some steps have it (`sparse`), whether its line breaks at steps without it instead of spanning
+-- them (`apart`), whether it is always finite (`finite`), the base of its logarithmic axis (`log`),
+-- and its title.
 local METRICS = {
   { "loss", sql = "loss", summed = true, title = "loss" },
   { "scale", sql = "scale", summed = true, log = 2, title = "loss scale" },
@@ -137,8 +138,8 @@ end
 
 local PER_COLUMN = 2                 -- how many rows of statistics are read for a picture column
 
--- Fills the cells with a layer's own loss scale, which is read from the steps that have statistics
--- per tensor. A layer has the scale of its first tensor.
+-- Fills the cells of picture columns (as in fill) with a layer's own loss scale, which is read from
+-- the steps that have statistics per tensor. A layer has the scale of its first tensor.
 local function fill_layer(h, cells, metric, start, width, n, last)
   local layer, first = metric.layer, nil
   for _, p in ipairs(h:parameters()) do
@@ -237,7 +238,8 @@ local function merge(cell, row, wanted)
 end
 
 -- Fills the cells of picture columns 0 .. n - 1, of `width` steps each, with the steps from `start`
--- to `last`. The table `blocks` has sums of the steps before `done`. counts: as in direct_sql.
+-- to `last`. wanted: a list of metrics (M.metric). The table `blocks` has sums of the steps before
+-- `done`. counts: as in direct_sql.
 local function fill(h, cells, wanted, start, width, n, last, done, counts)
   local by_blocks = width % BLOCK == 0 and start % BLOCK == 0 and math.min(done, last + 1) or start
   if by_blocks > start then

@@ -472,7 +472,7 @@ function History:policies()
 end
 
 --- Returns the precision recipes that the run has used: { checksum, recipe }, with the recipe as
---- JSON. Events of the kind 'precision' and checkpoints give checksums.
+--- JSON. Events of the kind 'precision', and checkpoints, refer to a recipe by its checksum.
 function History:recipes()
   return collect(each(self, nil, "SELECT substr(key, 8) AS checksum, value AS recipe FROM meta " ..
     "WHERE key GLOB 'recipe.*' ORDER BY key"), { "checksum", "recipe" })
@@ -483,7 +483,8 @@ local NAMES = [[WITH RECURSIVE names(name) AS (SELECT min(name) FROM shadows
   UNION ALL SELECT (SELECT min(name) FROM shadows WHERE name > names.name) FROM names
       WHERE names.name IS NOT NULL)]]
 
--- SQL, and a function of a row: whether a row of `shadows` ends a series (Writing:end_shadow).
+-- Two tests whether a row of `shadows` ends a shadow's series (Writing:end_shadow): ENDS in SQL,
+-- `ends` in Lua.
 local ENDS = "(action = 'stop' AND scale IS NULL)"
 local function ends(row) return row.action == "stop" and row.scale == nil end
 
@@ -495,8 +496,8 @@ local function ends(row) return row.action == "stop" and row.scale == nil end
 --- run's own overflows.
 function History:shadows()
   if not self:has "shadows" then return nothing "(no shadows)" end
-  -- The sums leave out rows that count in none of the four fields, because a shadow whose scale
-  -- moves has a row for every step.
+  -- The sums leave out rows that count in none of skipped, overflows, bounds and failed, because a
+  -- shadow whose scale moves has a row for every step.
   local function whole(row) return expect(self, row, "number", { "skipped", "failed" }) end
   local own = one(self, "SELECT count(*) AS n FROM sqlite_master WHERE name = 'shadows' AND sql " ..
     "LIKE '%bound INTEGER%'").n > 0        -- false in a history of an older engine
@@ -650,8 +651,8 @@ local function unpack_stats(blob)
   return stats, n[0]
 end
 
--- Returns the reason why no meters are found: the run has no meters, no layer with meters has this
--- name, or this step was not measured.
+-- Returns the reason why no meters are found: the run has no meters, the name of no layer with
+-- meters begins with `site`, or this step was not measured.
 local function no_fp8(h, site, step)
   local sites, steps = {}, {}
   for row in site and h:each("SELECT DISTINCT site FROM fp8 ORDER BY site") or function() end do

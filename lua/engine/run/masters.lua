@@ -7,7 +7,7 @@ local show = require "engine.base.show"
 local M = {}
 
 -- Returns an entry for a checkpoint's `parts`, for a tensor that `make` computes because no file
--- has it.
+-- has it. like: the entry of a tensor of the same shape.
 local function derived(dtype, like, make)
   return { dtype = dtype, shape = like.shape, count = like.count, make = make }
 end

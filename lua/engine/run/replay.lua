@@ -19,7 +19,7 @@ local M = { trace = trace_of.open }
 -- Returns two values. The first is the mean number of steps that the scale takes after a backoff to
 -- return to its value before that backoff, or nil if it never returns. The second is 1 if such a
 -- recovery is unfinished at the end of the trace, else 0. Further backoffs during a recovery start
--- no new one.
+-- no new one. scales: the scale after each step. initial: the scale before the first step.
 local function recovery(scales, initial)
   local sum, times, open, from = 0, 0, nil, nil
   local before = initial
@@ -47,7 +47,9 @@ end
 ---                          the first step whose verdict is a bound, and the reason
 ---   stopped_at, reason     the step, counted from 1, at which the policy stopped the run, and why;
 ---                          or nil
----   steps, mean_log2_scale, failures, failure (the first reason)
+---   steps                  the number of replayed steps
+---   mean_log2_scale        the mean of log2 of the loss scales of these steps
+---   failures, failure      the number of decisions that failed; why the first of them failed
 ---   recover, unrecovered   mean steps from a backoff until the scale is back; 1 if it never
 ---                          recovered from the last backoff, else 0
 ---   underflow, mass_lost   on a run, over the steps with an update: mean share of nonzero elements

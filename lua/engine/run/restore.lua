@@ -66,8 +66,8 @@ function M.state_of(trainer, user)
   })
 end
 
--- Calls f(...), in which the owner of a field of the state reads the field. An error of the owner
--- names the file and the field.
+-- Calls f(...), a method with which the owner of a field of the state (a loader, a policy) reads
+-- the field. Adds the file and the name of the field to errors of f.
 local function owned(c, field, f, ...)
   local good, result = pcall(f, ...)
   if good then return result end
@@ -88,9 +88,10 @@ local function with_state(seat, saved, source)
 end
 
 -- Loads a checkpoint's policy from its file or by its name, with its saved state. If both load,
--- prefers the one with the source text that the checkpoint records, and then the file. Returns the
--- policy or nil; for messages the saved policy's name with its file and, if another source was
--- loaded, that source: "mine (mine.lua, which has changed since)"; and why there is no policy.
+-- prefers the one with the source text that the checkpoint records, and then the file. Returns
+-- three values: the policy, or nil; a text for messages, which is the saved policy's name with its
+-- file and with a remark if another source was loaded, such as "mine (mine.lua, which has changed
+-- since)"; and, without a policy, the reason.
 local function saved_policy_of(seat, saved)
   local name, file, found, why = tostring(saved.name), saved.file, nil, nil
   for _, source in ipairs { file or saved.name, saved.name } do
@@ -180,7 +181,7 @@ function M.problem(c)
     :format(c.path, problem)
 end
 
--- Settings that changed_settings ignores.
+-- Settings that changed_settings ignores, because they usually differ at a resume.
 local NO_PART = { resume = true, run = true, steps = true, log = true }
 
 -- Returns text such as "; layers was 1, is 2" about the settings that differ from those of the

@@ -55,8 +55,9 @@ local holders = setmetatable({}, { __mode = "v" })  -- path -> the Run of this p
 
 local function parent(path) return path:match("^(.*)/[^/]*$") or "" end
 
---- Makes the run's directory and locks it. Returns false and a message if another process has the
---- lock. If a trainer of this process holds the lock and never ran, that lock is released first.
+--- Makes the run's directory and locks it. Returns true, or false and a message if the lock is held
+--- by another process or by a run of this process that has begun. If it is held by a run of this
+--- process that never began, that run is closed first.
 function Run:take(path)
   local other = holders[path]
   if other and not other.running then other:close() end
@@ -113,7 +114,7 @@ local function check_name(path)
 end
 
 --- Takes the run's directory. A run that does not continue an earlier one takes the next free name
---- if the directory holds a run or is locked by another process.
+--- if the directory holds a run or is locked.
 function Run:find_place(path, resume)
   check_name(path)
   self.continues = resume and continues(path, resume)
@@ -154,8 +155,9 @@ local function find_checkpoint(self, resume)
 end
 
 -- Removes the records from the step `done` on, from which a resumed run continues. Notes how many
--- steps these are. Numbers that policies logged before the cut hold no longer, and neither do the
--- verdicts of shadows that the run no longer has.
+-- steps these are. Ends the series of shadows that the run no longer has. Lists the names that
+-- policies logged before the cut in self.logged, so that these numbers become nan unless a policy
+-- logs them again (with_logs).
 local function cut_history(self, history, done)
   local read, n, logs, moves, shadows = pcall(function()      -- a damaged history raises an error
     return history:query("SELECT count(*) AS n FROM steps WHERE step >= ?", done)[1].n,
@@ -358,10 +360,11 @@ end
 local function add_recipe(self, recipe)
   self.recipes[recipe] = true
   local full = merged(recipe)
-  full.checksum, full.source, full.own_fp8, full.usual_high = nil, nil, nil, nil     -- no fields
+  -- these four are not fields of a user's recipe
+  full.checksum, full.source, full.own_fp8, full.usual_high = nil, nil, nil, nil
   full.fp8 = full.fp8 and merged(full.fp8)
   if full.fp8 then full.fp8.policy = nil
-  elseif recipe.own_fp8 == false then full.fp8 = false end       -- or the base's would be meant
+  elseif recipe.own_fp8 == false then full.fp8 = false end       -- nil would mean the base's fp8
   self:complain(self.history:add_recipe(recipe.checksum, json.encode(full)))
 end
 
@@ -470,7 +473,8 @@ local function check_weights(self)
   if problem then error(problem, 0) end
 end
 
--- Writes a checkpoint. alone: as in Run:save. Returns its path, or nil and what went wrong.
+-- Writes a checkpoint. alone: as in Run:save. Returns its path (and a message if an old checkpoint
+-- could not be removed), or nil and what went wrong.
 local function write(self, alone)
   local trainer, dir, options = self.trainer, self.path .. "/checkpoints", { keep = self.keep }
   local saved, tensors
@@ -494,9 +498,10 @@ local function write(self, alone)
   return nil, M_ffi.without_line(path)
 end
 
---- Writes a checkpoint. Returns its path, or nil and a message. Every rank calls it and writes a
---- shard. First the ranks are compared, and an error is raised if they have drifted apart. With
---- `alone`, rank 0 writes the whole state by itself, because other ranks may have died.
+--- Writes a checkpoint. Returns its path (and a message if an old checkpoint could not be removed),
+--- or nil and what went wrong. Every rank calls it and writes a shard. First the ranks are
+--- compared, and an error is raised if they have drifted apart. With `alone`, rank 0 writes the
+--- whole state by itself, because other ranks may have died; other ranks return nil.
 function Run:save(alone)
   local trainer = self.trainer
   if alone and self.follows then return nil end

@@ -118,8 +118,9 @@ local function count_failure(self, one, step, reason, run)
   run:event(step, "shadow_failed", text)
 end
 
--- Converts a step's record to the shadow's `scale`, in self.record. Returns the shadow's verdict on
--- it, and how certain the record is (the first result of counterfactual.move).
+-- Converts a step's record to `scale`, the scale of the shadow s, in self.record. Returns the
+-- shadow's verdict on the converted record, and how certain this record is (the first result of
+-- counterfactual.move).
 function Shadows:ask(s, scale, record, stats, signals)
   local policy, own = s.policy, self.record
   ffi.copy(own, record, ffi.sizeof(own))

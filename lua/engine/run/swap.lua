@@ -199,7 +199,8 @@ local function put(self, entry, fresh, by, as_it_is)
 end
 
 -- Loads rank 0's policy text on every rank. If the policy has no text (a class), each rank loads it
--- by itself. Returns true and the policy, or false and a message.
+-- by itself. source, options, kind: as for policy.load. Returns true and the policy, or false and a
+-- message.
 local function load_together(source, options, kind)
   local json, ranks, load = require "engine.base.json", require "engine.dist.ranks",
     require("engine.policy.policy").load
@@ -264,7 +265,8 @@ end
 -- the step in flight would replace the record that on_step reads.
 local function on_step_reads(self) return self.trainer.in_on_step and self.trainer.pending end
 
--- Returns what f returns, a problem or nil; if f raises an error, returns what the swap cannot do.
+-- Returns what f returns, a problem or nil. An error of f counts as a failure to take over the old
+-- policy's state.
 local function problem_of(f)
   local good, problem = pcall(f)
   return problem or not good and "it cannot take over the old policy's state" or nil
@@ -311,8 +313,8 @@ end
 --- Swaps in another policy, with its options. source: a name, a path or { source =, file = }, as
 --- engine.policy.load accepts them. A policy of FP8 layers goes to a seat of FP8 layers. Returns
 --- true, or nil and why the policy is refused. Inside a step, returns true, and the swap is tried
---- after the step. by: who or what asks for the swap, for messages. entry: an entry of `seats`, or
---- nil.
+--- after the step. by: who or what asks for the swap, for messages. entry: the entry of `seats` in
+--- which to swap, or nil for the seat that fits the policy.
 function Swap:swap(source, options, by, entry)
   if source == nil then error("swap: expected the name or the file of a policy, got nothing", 3) end
   by = by or "the script"
@@ -325,8 +327,8 @@ end
 
 --- Undoes the last swap: makes the previous policy current again, with the state that it had at the
 --- swap. With `entry`, an entry of `seats`, undoes the last swap of that seat. Returns true and the
---- seat, or nil and a message. Inside a step, and in on_step of a lagged run, returns
---- only true, and the undo follows the step.
+--- seat, or nil and a message. Inside a step, and in on_step of a lagged run, returns only true,
+--- and the undo follows the step.
 function Swap:undo(by, entry)
   local at = #self.former
   while at > 0 and entry and self.former[at].entry ~= entry do at = at - 1 end
@@ -470,8 +472,8 @@ end
 
 -- ------------------------------------------------------------------ checkpoints
 
---- Returns, for a checkpoint, the current policy of seat i, or nil if the script itself requested
---- it.
+--- Returns, for a checkpoint, the current policy of seat i. Returns nil if the script itself
+--- requested this policy, or if it is a class, which has no source to store.
 function Swap:state(i)
   local entry = self.seats[i]
   local policy, asked = entry.seat.policy, entry.asked

@@ -124,8 +124,8 @@ function M.open(dir, wall_time)
   return self
 end
 
--- Keeps the message of the first write that failed. A full disk is reported once, as for the
--- history, and the run continues.
+-- Keeps the message of the first write that failed, for Live:trouble. good, why: what the write
+-- returned. A full disk is reported once, as for the history, and the run continues.
 local function noted(self, good, why)
   if not good and not self.trouble then
     self.trouble = ("tensorboard: cannot write %s: %s"):format(self.path, tostring(why))

@@ -60,7 +60,7 @@ local function without_update(record)
   for k = 0, C.ENG_NORMS - 1 do record.norms[k] = 0 / 0 end
 end
 
---- Fills `record` with step i (from 1) at the loss scale `scale`.
+--- Fills `record` with step i (from 1) at the loss scale `scale`. Returns "exact" (see Run:at).
 function Verdicts:at(record, i, scale)
   local bad = self.overflow[i]
   ffi.fill(record, ffi.sizeof(record))

@@ -1,6 +1,6 @@
 -- Searches the options of a policy on recorded runs: replays the runs with each setting and keeps
--- the setting that loses least. Tries a grid over the ranges, and then, three times, a finer grid
--- around the best setting. The search is deterministic and trains nothing.
+-- the setting with the least cost (M.objectives). Tries a grid over the ranges, and then, three
+-- times, a finer grid around the best setting. The search is deterministic and trains nothing.
 --   local best = engine.tune { runs = { "runs/a" }, policy = "dynamic",
 --     over = { "growth_interval=100..5000" } }
 -- The subcommand is cli/tune.lua. Called by scripts and cli/tune.lua.
@@ -72,7 +72,7 @@ local function read_range(text, policy)
 end
 
 -- Returns up to n points from a to b, without repetitions, in the linear or logarithmic spacing of
--- `range`.
+-- `range`. If the user listed the values, returns these.
 local function points(range, a, b, n)
   if range.values then return range.values end
   local list = {}
@@ -90,8 +90,9 @@ end
 
 -- ------------------------------------------------------------------ the search
 
--- Checks the options of a search. Returns { traces, policy, ranges, objective, source, fixed, rows,
--- seen, refused }. evaluate() fills the last three.
+-- Checks the options of a search. Returns { traces, policy, source (what names the policy), fixed
+-- (options that the search does not change), ranges, objective, rows, seen, refused }. evaluate()
+-- fills the last three: all rows, the rows by their settings, the first reason for a refusal.
 local function read(o)
   M_ffi.expect(type(o) == "table", o, "tune: expected a table of options")
   arguments.want_list(o.runs, "tune", "runs", '{ "runs/a" }')

@@ -53,8 +53,8 @@ local function command_of(path, meta, config, script)
   end
   fail_if(not files.is_file(script), "the script that made %s no longer exists: %s; hint: " ..
     "--script FILE", path, script)
-  fail_if(not files.is_folder(folder), "the folder that %s was started in no longer exists: %s",
-    path, folder)
+  fail_if(not files.is_folder(folder), "the folder that %s was started in no longer exists: %s; " ..
+    "hint: restore the folder", path, folder)
   local source = files.read(script)
   command.changed = command.crc32c ~= nil and source ~= nil
     and C.eng_crc32c(0, source, #source) ~= command.crc32c
