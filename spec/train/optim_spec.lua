@@ -370,8 +370,8 @@ describe("the state of an optimizer", function()
       assert.equal(0, opt:state_tensors()["w.moment1"]:sum():item())
       assert.equal(0, opt.updates)
     end
-    refuses(with { ["w.moment2"] = false }, 3, "optimizer state: the optimizer's tensor " ..
-      "'w.moment2' is missing")
+    refuses(with { ["w.moment2"] = false }, 3, "optimizer state: expected a tensor " ..
+      "'w.moment2', got none; hint: the state may be of another optimizer or another model")
     refuses(with { ["w.moment2"] = engine.zeros(4) }, 3,
       "optimizer state: expected 'w.moment2' to have shape [3], got [4]")
     refuses(with { ["v.moment1"] = engine.zeros(3) }, 3,

@@ -246,7 +246,8 @@ describe("scaler", function()
       "when it was saved")
     assert.has_error(function() whole:load_state_dict(
       engine.scaler({ policy = "static" }):state_dict()) end,
-      "scaler:load_state_dict: the state is of policy 'static', but this scaler uses 'dynamic'")
+      "scaler:load_state_dict: the state is of policy 'static', but this scaler uses 'dynamic'; " ..
+      "hint: engine.scaler{ policy = 'static' }")
   end)
 
   it("keeps real fp16 gradients: they overflow, and unscaling loses nothing", function()

@@ -119,11 +119,12 @@ end
 ---                                checkpoint holds it; resume and rollback restore it in place.
 ---                                With several ranks, rank 0's table is written, and every rank
 ---                                gets it back
----   on_step                      function(trainer, record, verdict), called after each step. They
----                                are the core's eng_record and eng_verdict, with C numbers:
----                                record.overflow is 0 or 1 (write `record.overflow == 1`, because
----                                0 is true in Lua), record.step an int64 (tonumber(record.step)),
----                                and record.first_bad an index from 0, or -1
+---   on_step                      function(trainer, record, verdict), called after each step.
+---                                Record and verdict are the core's eng_record and eng_verdict,
+---                                with C numbers: record.overflow is 0 or 1 (write
+---                                `record.overflow == 1`, because 0 is true in Lua), record.step an
+---                                int64 (tonumber(record.step)), and record.first_bad an index from
+---                                0, or -1
 ---   on_policy_error              "hold" (the default): continue with the last good verdict, but
 ---                                end the run if the policy fails at each of the first 20 steps;
 ---                                "stop": end the run

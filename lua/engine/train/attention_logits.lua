@@ -70,8 +70,9 @@ function Logits:read(i)
 end
 
 -- Returns the factors on the rows of qkv [(H + 2G) D x C] that multiply the logits of head h by
--- factor[h]. There are H query heads and G key heads, with D elements a head. Keys get the square
--- root of the smallest factor of the heads that share them. Queries get the rest of the factor.
+-- factor[h]. There are H query heads and G key heads, with D elements a head, and C inputs. Keys
+-- get the square root of the smallest factor of the heads that share them. Queries get the rest of
+-- the factor. Values get 1.
 local function rows_of(module, factor)
   local H, G, D = module.heads, module.kv_heads, module.head_width
   local rows, keys = {}, {}

@@ -187,8 +187,8 @@ function M.layer(fp8, path, blocks)
   return not layer.high and layer
 end
 
--- Reads the field `backward` of x or w. This field says how the backward product quantizes the
--- values that the forward product read.
+-- Reads the field `backward` of a role (x or w) into recipe.backward[i]. This field says how the
+-- backward product quantizes the values that the forward product read.
 local function read_backward(recipe, i, role, where, name)
   local back = role.backward
   if back == nil then return end

@@ -36,7 +36,8 @@ local M = {}
 
 -- Refuses products for which a card has no tensor cores. A formula could compute them, but takes
 -- many times as long as high precision. A product whose recipe names an accumulator is allowed,
--- because this asks for the formula.
+-- because this asks for the formula. layer: the fields of a layer (fp8_recipe.layer). recipe: the
+-- eng_fp8_recipe made from them.
 local function refuse_formula(layer, recipe, where)
   local able = C.eng_device_fp8()   -- 0: no product is fast, 1: with one scale a tensor, 2: all
   if able == 2 or recipe.role[0].mx > 0 then return end   -- microscaling can multiply in bf16
@@ -98,7 +99,8 @@ end
 
 -- Refuses a user's pattern that matches no linear layer, because a typo would otherwise go
 -- unnoticed. The patterns for heads in the shipped recipes may match nothing, because a tied head
--- is not a module.
+-- is not a module. Also refuses high_first and high_last if the model has no blocks. linears: the
+-- paths of the linear layers. blocks: the number of blocks.
 local function refuse_unmet(full, linears, blocks)
   local own, where = full.own_fp8 or {}, ("precision '%s': fp8"):format(full.name)
   local function met(pattern, of)

@@ -44,7 +44,7 @@ local function remember_row(self, record)
   end
 end
 
-local LOST_STEPS = 10   -- steps in a row with a loss of inf or nan before a line reports it
+local LOST_STEPS = 10   -- a run is lost after this many steps in a row with a loss of inf or nan
 
 -- Counts the steps in a row whose loss itself is inf or nan, which no loss scale can fix. Returns a
 -- line about them when the count reaches LOST_STEPS, otherwise nil.
@@ -56,7 +56,7 @@ function M.loss_note(self, record)
     record.loss, LOST_STEPS)
 end
 
--- Shows that the run is lost, and ends it unless on_lost is "continue".
+-- Records that the run is lost. Then ends the run or, if on_lost is "continue", shows a line.
 local function lose(self, outcome, step, why)
   local files = self.run_files
   if files.path then

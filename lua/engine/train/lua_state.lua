@@ -203,7 +203,8 @@ local function update_one(self, i, factor, limit, ctx)
   return true
 end
 
--- Calls update for every parameter that has a gradient and that this rank updates.
+-- Calls update for every parameter that has a gradient and that this rank updates. contexts: the
+-- ctx of each group.
 local function update_all(self, factor, options, contexts)
   local clips, lr_muls = options.clips, options.lr_muls
   for i, p in ipairs(self.optimizer.list) do

@@ -17,7 +17,8 @@ local M = {}
 local SIZE = { f32 = 4, bf16 = 2, f16 = 2 }
 local function padded(n, to) return math.ceil(n / to) * to end
 
--- Returns the number of f32 scales of a matrix, in the layout of core/base/fp8_layout.h.
+-- Returns the number of f32 scales of a matrix, in the layout of core/base/fp8_layout.h. role: {
+-- block_rows, block_columns }, such as an entry of eng_fp8_recipe.role.
 local function scales(role, rows, columns)
   local r, c = role.block_rows, role.block_columns
   local down, across = r > 0 and math.ceil(rows / r) or 1, c > 0 and math.ceil(columns / c) or 1

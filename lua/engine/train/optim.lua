@@ -70,7 +70,8 @@ Optimizer.__index = nearest.guard_elsewhere(Optimizer, "an optimizer")
 
 -- Splits parameters into groups. options.groups is a list of { match = pattern or function(name,
 -- tensor), lr_mul =, overrides ... }, and the first match wins. decay = "matrices" applies no
--- weight decay to parameters of fewer than two dimensions.
+-- weight decay to parameters of fewer than two dimensions. Returns a list of the groups'
+-- hyperparameters, and the number (from 0) of each parameter's group.
 local function make_groups(name, list, options, defaults)
   local groups, group_of = {}, M_ffi.new("int32_t[?]", math.max(#list, 1))
   local function add(overrides, label, number)
@@ -308,11 +309,12 @@ function M.register(name, spec)
   M[name] = function(model, options) return new(name, model, options) end
 end
 
---- Gives the parameters the formats of a precision recipe. Clears the gradients. A recipe with the
---- formats of the present one changes nothing, not even its name. During the run of a trainer, call
---- it between two steps (in a session, at the start of a turn): later forward and backward passes
---- use the new recipe too. The policy stays; trainer.policy:swap("dynamic") changes it. A run
---- cannot change its FP8 layers in this way.
+--- Gives the parameters the formats of a precision recipe. Clears the gradients. If the recipe has
+--- the formats of the present one, nothing changes: the optimizer keeps the present recipe and the
+--- gradients. During the run of a trainer, call set_precision between two steps (in a session, at
+--- the start of a turn): later forward and backward passes use the new recipe too. The policy
+--- stays; trainer.policy:swap("dynamic") changes it. A run cannot change its FP8 layers in this
+--- way.
 function Optimizer:set_precision(recipe)
   local full = precision.resolve(recipe)
   raise_if(full.moments ~= self.precision.moments, "precision '%s' has moments in %s, but this " ..
@@ -451,7 +453,8 @@ function Optimizer:load_state(tensors, updates)
   for name, target in pairs(own) do
     names[#names + 1] = name
     local source = tensors[name]
-      or raise("optimizer state: the optimizer's tensor '%s' is missing", name)
+      or raise("optimizer state: expected a tensor '%s', got none; hint: the state may be of " ..
+        "another optimizer or another model", name)
     if tensor.shape_text(source.shape) ~= tensor.shape_text(target.shape) then
       raise("optimizer state: expected '%s' to have shape %s, got %s", name,
         tensor.shape_text(target.shape), tensor.shape_text(source.shape))

@@ -40,7 +40,8 @@ local function of_sum(trainer)
     reducer.comm_dtype)
 end
 
---- Returns the text and the JSON of an overflow's event.
+--- Returns the text and the JSON of an overflow's event. reason: the verdict's reason, which ends
+--- the text, or "".
 function Overflows:text(record, stats, reason)
   local parts, first, last = {}, {}, {}
   for i, kind in ipairs { "inf", "nan" } do

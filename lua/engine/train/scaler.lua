@@ -262,7 +262,8 @@ local function stats_of(self)
   return self.stats
 end
 
--- Returns, as text, the part of a verdict that comes too late for a scaler, or nil.
+-- Returns, as text, the part of a verdict that comes too late for a scaler, or nil. stepped:
+-- whether an optimizer has made its update. overflow: whether any gradients overflowed.
 local function too_late(verdict, stepped, overflow)
   local action = verdict:what()
   if action ~= "step" and action ~= "skip" then return "action = '" .. action .. "'" end
@@ -322,8 +323,9 @@ function Scaler:load_state_dict(dict)
   raise_if(next(dict) == nil, "scaler:load_state_dict: the state is empty; it may come from a " ..
     "scaler that was disabled when it was saved")
   raise_if(dict.policy ~= self.policy.name,
-    "scaler:load_state_dict: the state is of policy '%s', but this scaler uses '%s'",
-    tostring(dict.policy), self.policy.name)
+    "scaler:load_state_dict: the state is of policy '%s', but this scaler uses '%s'; hint: " ..
+    "engine.scaler{ policy = '%s' }", tostring(dict.policy), self.policy.name,
+    tostring(dict.policy))
   expect(type(dict.state) == "string", dict.state,
     "scaler:load_state_dict: expected the field state to be a string")
   self.policy:restore(dict.state)

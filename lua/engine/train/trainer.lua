@@ -63,7 +63,7 @@ function Trainer:step()
   return record, verdict
 end
 
---- Completes a step whose statistics were requested.
+--- Completes a step whose statistics were requested. Returns its record and verdict.
 function Trainer:settle(s)
   local record = self:fetch(s)                             -- (5) the record, same on all ranks *
   local verdict = self:decide(s, record)                   -- (6) the policy
@@ -91,7 +91,8 @@ end
 ---   culprits                   reducer:remember: in lagged mode on several ranks, the tensors that
 ---                              overflowed on each rank; otherwise nil
 ---   logs                       decide: what the policies logged, or nil
----   first, entry               Session:step: number of the optimizer's first parameter; its entry
+---   first, entry               Session:step: number (from 0) of the first parameter of the
+---                              optimizer that steps; this optimizer's entry in session.entries
 ---   updated, counted           update: whether weights changed; whether steps_done counts this
 ---                              step already
 function Trainer:begin()
@@ -101,8 +102,8 @@ function Trainer:begin()
   return self:attempt()
 end
 
---- Begins a step without freeing tensors or clearing gradients. Called by begin(), and by a session
---- after each step of a turn, for the next step of the same turn.
+--- Begins a step without freeing tensors or clearing gradients, and returns it (see begin). Called
+--- by begin(), and by a session after each step of a turn, for the next step of the same turn.
 function Trainer:attempt()
   local opt, policy = self.optimizer, self.policy
   local lr = self.fixed_lr or not self.schedule and opt.lr or self.schedule(self.updates)
@@ -205,7 +206,8 @@ end
 --- Computes the loss of a trainer without the option `loss`.
 function M.default_loss(model, batch) return model:loss(batch.x, batch.y) end
 
--- Checks and returns what the loss function returned.
+-- Returns the results of the loss function. Raises an error if the function failed (`good` is
+-- false, and `loss` is the message) or if its first result is not a tensor.
 local function checked(self, batch, good, loss, ...)
   if not good then error(loss_error(loss, self.loss ~= M.default_loss and self.loss, batch), 0) end
   expect(tensor.is_tensor(loss), loss, "trainer: expected the loss to be a tensor of one element")

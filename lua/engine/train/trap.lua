@@ -126,7 +126,8 @@ function M.site_text(s)
     table.concat(outputs, "; "), from)
 end
 
---- Returns a line for each kind (inf, nan) and pass (forward, backward) with a finding.
+--- Returns a line for each kind (inf, nan) and pass (forward, backward) with a finding. If both
+--- passes have one, leaves out an inf or nan that only entered the backward pass from outside.
 function Finding:lines()
   local lines = {}
   for _, kind in ipairs { "inf", "nan" } do

@@ -14,7 +14,8 @@ local M = {}
 local Averages = {}
 Averages.__index = Averages
 
--- Returns the decay of the average of a layer's weight, or nil if no rung of its recipe has one.
+-- Returns the decay of the average of a layer's weight, or nil if no rung of the layer has one.
+-- Raises an error if two rungs have different decays.
 local function decay_of(site)
   local decay
   for i, recipe in ipairs(site.rungs) do
