@@ -31,14 +31,16 @@ function verdict_methods.what(v) return ACTIONS[v.action] end
 --- The reason as text, "" if the policy gave none.
 function verdict_methods.why(v) return ffi.string(v.reason) end
 
---- Returns what a lagged run does with a step if the policy asks for `action`. The verdict comes
---- after the update: the device has already skipped an overflowed step, and made any other.
+--- Returns what a lagged run does with a step if the policy asks for `action` (both are numbers
+--- ENG_ACTION_*). The verdict comes too late for the update: the device has already skipped it if
+--- the step overflowed, and made it otherwise.
 function M.lagged_action(action, overflow)
   if action == C.ENG_ACTION_STOP or action == C.ENG_ACTION_ROLLBACK then return action end
   return overflow and C.ENG_ACTION_SKIP or C.ENG_ACTION_STEP
 end
 
---- Replaces the action by what a lagged run does. If that differs, the reason says so.
+--- Replaces the action by what a lagged run does. If that differs, the reason says so. overflow:
+--- whether the step overflowed.
 function verdict_methods.apply_lag(v, overflow)
   local asked, why, action = v:what(), v:why(), M.lagged_action(v.action, overflow)
   if action == v.action then return end
