@@ -130,8 +130,8 @@ function Run:find_place(path, resume)
     "one)"):format(path, self.path)
 end
 
--- Returns the checkpoint to resume from, or nil. Raises an error if the script names one that does
--- not exist.
+-- Returns the checkpoint to resume from, or nil. Raises an error if the script names a run or a
+-- checkpoint that does not exist, or if all checkpoints are damaged.
 local function find_checkpoint(self, resume)
   local dir, auto = self.path and self.path .. "/checkpoints", resume == "auto"
   if not auto then

@@ -98,7 +98,8 @@ function Shadows:reach(policy, stats, ratio)
   return apart and largest or nil
 end
 
--- Returns the statistics of all tensors at a shadow's scale, for policies that read them.
+-- Returns the statistics of all tensors at a shadow's scale, for policies that read them. stats:
+-- the run's own. ratio: the shadow's scale over the run's.
 function Shadows:tensors(stats, ratio)
   local n = #self.trainer.optimizer.list
   self.stats = self.stats or ffi.new("eng_tensor_stats[?]", n)

@@ -30,7 +30,8 @@ M.COLUMNS = { { "scale" }, { "overflow" }, { "action" }, { "next_scale" }, { "lr
 
 -- ------------------------------------------------------------------ planning
 
--- Returns how the run was started, from its history. script: the script that the user named
+-- Returns how the run was started, from its history: { script, folder, arguments, run, crc32c,
+-- changed = whether the script's text has changed since }. script: the script that the user named
 -- instead, or nil. Raises an error if the job cannot be started again.
 local function command_of(path, meta, config, script)
   local known, command = pcall(json.decode, meta.command or "")
