@@ -55,8 +55,8 @@ end
 
 local function enabled(block) return type(block) == "table" and block.enabled ~= false end
 
--- The keys of a configuration that are accepted. The keys that set the batch size have no effect,
--- because the loop decides it.
+-- The keys of a configuration that unused() leaves out. `scheduler` is refused elsewhere. The keys
+-- that set the batch size have no effect, because the loop decides it.
 local USED = set_of [[optimizer scheduler fp16 bf16 bfloat16 gradient_clipping
   gradient_accumulation_steps train_batch_size train_micro_batch_size_per_gpu]]
 

@@ -63,7 +63,8 @@ local function settings(role)
   return rule, MX_RULES[rule], role.format or format, role.block or block
 end
 
--- The options of a role: under every rule, a rule of FP8, a rule of microscaling, the rule ROWS.
+-- The options that a role may have: under every rule (ROLE), under a rule of FP8 (FP8_ROLE), under
+-- a rule of microscaling (MX_ROLE) and under the rule ROWS (ROWS_ROLE).
 local ROLE = arguments.set_of "format block rule stochastic keep"
 local FP8_ROLE = arguments.merged(ROLE, arguments.set_of "pow2 margin eps")
 local MX_ROLE = arguments.merged(ROLE, arguments.set_of "factor average backward")

@@ -1,10 +1,10 @@
 -- Makes optimizers over a module's parameters: their options, groups, step and state. An optimizer
--- owns the parameter set (flat weights and gradients) and the state that its update keeps. The
--- update of a fused optimizer (core/optimizers.def) is one kernel, which unscales and clips the
--- gradients, updates the weights and refreshes their low-precision copies in a single pass
--- (fused_state.lua). All other optimizers are written in Lua: those in lua/engine/optim, and those
--- that scripts register (optim_register.lua, lua_state.lua). Owns the registered optimizers. Called
--- by scripts, this folder and report/lab.lua.
+-- updates a parameter set (flat weights and gradients), which the modules hold, and owns the state
+-- that its update keeps. The update of a fused optimizer (core/optimizers.def) is one kernel, which
+-- unscales and clips the gradients, updates the weights and refreshes their low-precision copies in
+-- a single pass (fused_state.lua). All other optimizers are written in Lua: those in
+-- lua/engine/optim, and those that scripts register (optim_register.lua, lua_state.lua). Owns the
+-- registered optimizers. Called by scripts, this folder and report/lab.lua.
 --   local opt = engine.optim.adamw(model, { lr = 3e-4, weight_decay = 0.1, decay = "matrices" })
 --   opt:step()
 local M_ffi = require "engine.base.ffi"

@@ -119,7 +119,7 @@ function Trainer:attempt()
   s.place = self:remember_place()                          -- for a retry, or when this step fails
   self.current = s
   self.reducer:begin(s)
-  s.batches = self.reference and self.reference:batches(s) -- in f32, every ref_every steps
+  s.batches = self.reference and self.reference:batches(s) -- runs them in f32, if due
   return s
 end
 
