@@ -35,7 +35,8 @@ local function split(text)
   return list
 end
 
--- Returns a shadow's name: its text in the option `shadow`, with a number if the name is taken.
+-- Returns a shadow's name: its text in the option `shadow`, or the policy's name if `source` is no
+-- text; with a number if the name is taken.
 local function name_of(source, policy, taken)
   local name = type(source) == "string" and source or policy.name
   local base, n = name, 1
