@@ -176,7 +176,8 @@ end
 
 function ClassPolicy:set_scale(scale)
   M_ffi.raise_if(not self.object.set_scale, "loss scaler '%s' is a class without a method " ..
-    "set_scale, so only the class itself can change its scale", self.name)
+    "set_scale, so only the class itself can change its scale; hint: add set_scale(scale) to it",
+    self.name)
   self.object:set_scale(scale)
   self.last = scale_of(self)
 end
