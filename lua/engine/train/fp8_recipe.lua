@@ -105,7 +105,8 @@ local function read_role(to, role, where, name)
     to.stochastic = whole(role.stochastic, where, "stochastic")
   else to.stochastic = boolean(role.stochastic, where, "stochastic") * (scaled and 8 or 1) end
   to.factor = want("factor", between(role.factor, 0.5, 1), "a number from 0.5 to 1") or 0
-  expect(role.average == nil or name == "w", role.average, "%s: expected average only in w", where)
+  expect(role.average == nil or name == "w", role.average,
+    "%s: average is the decay of a weight's average; expected average only in w", where)
   to.average = want("average", between(role.average, 0, 1) and role.average < 1,
     "a decay from 0 (no average) to below 1") or 0
   local turned = scaled and name == "x" and rows ~= columns and not role.backward
@@ -198,9 +199,10 @@ local function read_backward(recipe, i, role, where, name)
     recipe.backward[i].mx = C.ENG_FP8_SAME
     return
   end
-  expect(type(back) == "table" and mx.rules[back.rule] ~= nil and not back.backward, back,
-    "%s: expected backward to be \"same\", or a table with a rule of microscaling other than " ..
-    "quest and %s", where, ROWS)
+  expect(type(back) == "table" and mx.rules[back.rule] ~= nil and not back.backward,
+    type(back) == "table" and back.rule or back, "%s: expected backward to be \"same\", or a " ..
+    "table with a rule of microscaling other than quest and %s, and without a field backward",
+    where, ROWS)
   read_role(recipe.backward[i], arguments.merged({ keep = name == "x" and "codes" or nil }, back),
     where .. ": backward", name)
 end

@@ -323,7 +323,8 @@ function Trainer:update(s, verdict, record)
   self.steps_done, s.counted = self.steps_done + 1, true
 end
 
---- Completes a step after its verdict: counters, shadows, overflow, FP8, history.
+--- Completes a step after its verdict: updates the counters, passes the step to the shadows and an
+--- overflow to overflow.lua, and records the step in the history.
 function Trainer:finish(s, record, verdict)
   local stats, files = self.stats, self.run_files
   local overflow_skipped = self.delay == 1 and record.overflow ~= 0
