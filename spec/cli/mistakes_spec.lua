@@ -81,7 +81,7 @@ describe("a wrong command line", function()
       ["tune RUN"] = "expected one --policy FILE, got 0" .. lists,
       ["tune RUN --policy dynamic"] = "expected --over NAME=FROM..TO, such as --over " ..
         "growth_interval=100..5000; NAME is an option of the policy",
-      ["contest JOB"] = "expected at least one --policy NAME" .. lists,
+      ["contest JOB"] = "expected at least one --policy NAME or --vary SETTING=VALUE" .. lists,
     } do told(line, message) end
   end)
 

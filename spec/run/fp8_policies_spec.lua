@@ -381,6 +381,34 @@ describe("history:why", function()
 end)
 
 describe("the history", function()
+  it("has curves of the meters of FP8 layers", function()
+    local run, read = folder .. "/run", require("engine.run.curves").read
+    job { run = run, fp8 = { sample = 2 } }
+    local h = engine.history.open(run)
+    local worst, of, least = {}, {}, {}
+    for step = 0, 7 do
+      for _, row in ipairs(step % 2 == 0 and h:fp8(nil, step) or {}) do
+        worst[step] = math.min(worst[step] or math.huge, row.snr)
+        least[step] = math.max(least[step] or 0, row.underflow)
+        if row.site == "blocks.1.mlp.up" and row.role == "w" then of[step] = row.snr end
+      end
+    end
+    local names = { "loss", "fp8.snr", "fp8.underflow", "fp8.blocks.1.mlp.up:w.snr" }
+    local c = read(h, names)
+    for step = 0, 7 do
+      assert.equal(worst[step], c["fp8.snr"].mean[step + 1])
+      assert.equal(least[step], c["fp8.underflow"].mean[step + 1])
+      assert.equal(of[step], c[names[4]].mean[step + 1])
+    end
+    c = read(h, names, { points = 2 })                     -- 4 steps, 2 of them measured
+    assert.same({ math.min(worst[4], worst[6]), math.max(of[0], of[2]) },
+      { c["fp8.snr"].min[2], c[names[4]].max[1] })
+    helper.refuses("the run has no FP8 meters of 'blocks.1.mlp.upp:w'; did you mean " ..
+      "'blocks.1.mlp.up:w'?", read, h, { "fp8.blocks.1.mlp.upp:w.snr" })
+    helper.refuses("no column 'fp8.sn'; did you mean 'fp8.snr'?", read, h, { "fp8.sn" })
+    h:close()
+  end)
+
   it("has each precision recipe of the run, and the report prints it as Lua", function()
     local run, resolve = folder .. "/run", require("engine.train.precision").resolve
     job { run = run, steps = 2, fp8 = { policy = "layer_ladder",

@@ -53,33 +53,70 @@ M.names = names
 local SIGNAL = "(SELECT value FROM signals g WHERE g.name = '%s' AND g.step <= steps.step ORDER " ..
   "BY g.step DESC LIMIT 1)"
 
+-- The meters of FP8 layers that can be drawn: SQL for the worst value of all tensors at a step, and
+-- what the worst and a single value are, for titles.
+local METERS = {
+  snr = { "min(nullif(snr, 9e999))", "lowest SNR of the FP8 tensors, in dB", "SNR of %s, in dB" },
+  underflow = { "max(underflow)", "largest share of an FP8 tensor that underflows",
+    "share of %s that underflows" },
+  overflow = { "max(overflow)", "largest share of an FP8 tensor that overflows",
+    "share of %s that overflows" },
+}
+
+-- Returns the FP8 tensors of a history as a list of "SITE:ROLE".
+local function fp8_tensors(h)
+  local list = {}
+  for row in h:has "fp8" and h:each "SELECT DISTINCT site, role FROM fp8" or function() end do
+    list[#list + 1] = ("%s:%s"):format(row.site, row.role)
+  end
+  return list
+end
+
 -- Returns the layers of a history, which are the groups of its parameters.
 local function layers_of(h)
   return (select(3, require("engine.policy.groups").of(h:parameters())))
 end
 
---- Returns the names of all metrics of a history, including its signals, logs and layers' scales.
+--- Returns the names of all metrics of a history, including its signals, logs, layers' scales and
+--- FP8 meters.
 function M.columns(h)
   local known = { unpack(names) }
   for _, published in ipairs(h:signals()) do known[#known + 1] = "signals." .. published.name end
   for _, log in ipairs(h:logs()) do known[#known + 1] = log.name end
   for _, layer in ipairs(layers_of(h)) do known[#known + 1] = "scales." .. layer end
+  local tensors = fp8_tensors(h)
+  for _, meter in ipairs(#tensors > 0 and nearest.keys(METERS) or {}) do
+    known[#known + 1] = "fp8." .. meter
+    for _, tensor in ipairs(tensors) do
+      known[#known + 1] = ("fp8.%s.%s"):format(tensor, meter)
+    end
+  end
   return known
 end
 
 --- Returns the metric called `name`: { sql, title, log }. An unknown name raises an error that
 --- suggests the nearest one. "signals.NAME" is the script's signal NAME, "log.NAME" a number that
---- the policy logged, "scales.LAYER" a layer's own loss scale. h: a history whose signals, logs and
---- layers the error also suggests, or nil.
+--- the policy logged, "scales.LAYER" a layer's own loss scale, "fp8.SITE:ROLE.METER" a meter of an
+--- FP8 tensor, "fp8.METER" its worst value of all tensors. h: a history whose signals, logs, layers
+--- and FP8 tensors the error also suggests, or nil.
 function M.metric(name, h)
   if by_name[name] then return by_name[name] end
-  local prefix, rest = tostring(name):match("^(%a+)%.(.+)$")
+  local prefix, rest = tostring(name):match("^(%w+)%.(.+)$")
   if prefix == "scales" then
     return { name, layer = rest, sparse = true, log = 2, title = "loss scale of layer " .. rest }
   elseif prefix == "log" or prefix == "signals" then
     local signal = prefix == "log" and name or rest
     return { name, sql = SIGNAL:format((signal:gsub("'", "''"))), signal = signal,
       title = prefix == "log" and rest .. ", logged by the policy" or "signal " .. rest }
+  end
+  local site, role, meter = tostring(rest):match("^(.+):(.+)%.(%a+)$")
+  if prefix == "fp8" and METERS[meter or rest] then
+    local worst, worst_title, title = unpack(METERS[meter or rest])
+    if not site then return { name, worst = worst, sparse = true, title = worst_title } end
+    local tensor = site .. ":" .. role
+    return { name, tensor = tensor, sparse = true, title = title:format(tensor),
+      sql = ("(SELECT %s FROM fp8 f WHERE f.site = '%s' AND f.role = '%s' AND f.step = steps.step)")
+        :format(meter, (site:gsub("'", "''")), (role:gsub("'", "''"))) }
   end
   local known, near = h and M.columns(h) or names, name
   for i = #names + 1, #known do
@@ -129,6 +166,18 @@ local function need_signal(h, name)
     or "; engine.signal(name, value) publishes one")
 end
 
+-- Raises an error unless the run has meters of the FP8 tensor "SITE:ROLE" or, if `tensor` is nil,
+-- of any.
+local function need_meters(h, tensor)
+  local known = fp8_tensors(h)
+  for _, name in ipairs(known) do
+    if name == (tensor or name) then return end
+  end
+  raise("the run has no FP8 meters%s%s", tensor and " of '" .. tensor .. "'" or "",
+    #known > 0 and nearest.choices(tensor, known, "tensors", "history:fp8()")
+    or "; a recipe such as fp8_block measures every sample-th step")
+end
+
 -- Adds n values of the metric `name`, given by their sum and range, to a picture column's cell.
 local function gather(cell, name, n, sum, low, high)
   local v = cell[name] or { n = 0, sum = 0, min = math.huge, max = -math.huge }
@@ -153,6 +202,19 @@ local function fill_layer(h, cells, metric, start, width, n, last)
     for _, scale in h:layer_scales(first, from, math.min(from + width - 1, last), PER_COLUMN) do
       cells[at] = cells[at] or {}
       gather(cells[at], metric[1], 1, scale, scale, scale)
+    end
+  end
+end
+
+-- Fills the cells of picture columns (as in fill) with the worst value of an FP8 meter at each
+-- measured step.
+local function fill_worst(h, cells, metric, start, width, n, last)
+  for row in h:numbers({ "at", "n" }, "SELECT (step - ?) / ? AS at, count(v) AS n, total(v) AS " ..
+    "sum, min(v) AS low, max(v) AS high FROM (SELECT step, " .. metric.worst .. " AS v FROM fp8 " ..
+    "WHERE step >= ? AND step <= ? GROUP BY step) GROUP BY at", start, width, start, last) do
+    if row.at < n and row.n > 0 then
+      cells[row.at] = cells[row.at] or {}
+      gather(cells[row.at], metric[1], row.n, row.sum, row.low, row.high)
     end
   end
 end
@@ -277,11 +339,13 @@ end
 --- multiples of 256, so the first column may begin before `from`.
 function M.read(h, wanted_names, options)
   options = options or {}
-  local summed, other, of_layers = {}, {}, {}
+  local summed, other, apart = {}, {}, {}     -- apart: read from other tables than `steps`
   for _, name in ipairs(wanted_names) do
     local metric = M.metric(name, h)
     if metric.signal then need_signal(h, metric.signal) end
-    table.insert(metric.layer and of_layers or metric.summed and summed or other, metric)
+    if metric.tensor or metric.worst then need_meters(h, metric.tensor) end
+    table.insert((metric.layer or metric.worst) and apart or metric.summed and summed or other,
+      metric)
   end
   local result = { x = {}, first_step = {}, width = 1, rows = {}, overflows = {}, skipped = {} }
   for _, name in ipairs(wanted_names) do result[name] = { min = {}, max = {}, mean = {} } end
@@ -298,7 +362,9 @@ function M.read(h, wanted_names, options)
   local cells, more = {}, {}
   fill(h, cells, summed, start, width, n, last, done, true)
   if #other > 0 then fill(h, more, other, start, width, n, last, 0, false) end
-  for _, metric in ipairs(of_layers) do fill_layer(h, more, metric, start, width, n, last) end
+  for _, metric in ipairs(apart) do
+    (metric.layer and fill_layer or fill_worst)(h, more, metric, start, width, n, last)
+  end
   result.width, result.first, result.last = width, first, last
   if width > 1 then
     local tail = M.read(h, wanted_names, { from = last, to = last })
