@@ -8,7 +8,7 @@ local CARD = os.getenv("ENGINE_TEST_DEVICE")
 if not CARD then return end
 
 local STEPS = tonumber(os.getenv("ENGINE_TEST_STEPS")) or 40   -- fewer on a slow card
-local TEXT = io.open("core/ops.def"):read("*a")
+local TEXT = require("engine.report.lab").text(20000)
 
 --- Trains a small GPT; returns the losses, scales, overflows, number of updates and the model.
 local function train(device, options)
