@@ -6,7 +6,8 @@
 -- dynamic.lua's rule, or is fixed (for bf16: adagc:loss_scale=1).
 --
 -- Differences: steps that overflow change neither the means nor the count. A norm of 0 does not
--- change a mean; in the original it makes the mean 0, and the tensor is never updated again.
+-- change a mean; in the original's warm-up it makes the mean 0, and the tensor is never updated
+-- again.
 return {
   name  = "adagc",
   doc   = "AdaGC: clips each tensor's gradient against a moving mean of its own norm.",

@@ -1,9 +1,9 @@
--- Chooses among four scaling rules by their cost. A step's cost is the share of gradients that lost
--- bits; if the step overflows, its cost is 1, as if all gradients had lost bits. The rule that
--- decided the step bears this cost. One rule decides for `period` steps; then the rule with the
--- lowest mean cost minus an exploration bonus takes over. Meanwhile the other rules update their
--- own scales. Old costs are discounted, because training changes. Source: discounted UCB1 (Auer et
--- al., 2002).
+-- Chooses among four scaling rules by their cost. A step's cost is the share of nonzero gradients
+-- that lost bits; if the step overflows, its cost is 1, as if all gradients had lost bits. The rule
+-- that decided the step bears this cost. One rule decides for `period` steps; then the rule with
+-- the lowest mean cost minus an exploration bonus takes over. Meanwhile the other rules update
+-- their own scales. Old costs are discounted, because training changes. Source: discounted UCB1
+-- (Auer et al., 2002).
 
 -- Each rule moves its own scale. `dynamic` reacts to overflows only; each other rule has a target
 -- for the largest stored gradient.

@@ -1,7 +1,9 @@
 -- Dynamic loss scaling of ColossalAI's DynamicGradScaler, number for number: Megatron's rule with
--- an optional largest and an optional smallest scale. The scale is a float32. Difference:
+-- an optional largest and an optional smallest scale. The scale is a float32. Differences:
 -- ColossalAI's checkpoints lose its counters; here a resumed run continues as if it had not been
--- interrupted.
+-- interrupted. Without min_scale ColossalAI's scale can fall to 0; here the run stops first.
+-- Without max_scale it can reach infinity; here it keeps its last finite value, or with
+-- strict=false the run stops at that step.
 return {
   name = "colossalai",
   doc  = "ColossalAI's DynamicGradScaler: hysteresis that growth refills, optional scale limits.",

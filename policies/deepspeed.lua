@@ -15,7 +15,7 @@ return {
     hysteresis               = 2,       -- overflows until a backoff; also called delayed_shift
     consecutive_hysteresis   = false,   -- true: good steps refill hysteresis; false: only growth
     min_scale                = 1,
-    raise_error_at_min_scale = true,    -- an overflow at min_scale stops the run; false: continues
+    raise_error_at_min_scale = true,    -- true: a backoff at min_scale stops the run
     strict                   = true,    -- false: accept settings that are probably mistakes
   },
 

@@ -1,7 +1,8 @@
 -- Dynamic loss scaling of DeepSpeed's FP16_Optimizer (fused and unfused, ZeRO stage 0), number for
 -- number. It has the window of the ZeRO path but no hysteresis, and it skips any number of
--- overflowed steps at the smallest scale. So the same DeepSpeed options give different scales here
--- and with `deepspeed`, which follows the ZeRO path.
+-- overflowed steps at the smallest scale. So the same DeepSpeed options can give different scales
+-- here and with `deepspeed`, which follows the ZeRO path. Difference: DeepSpeed's scale can reach
+-- infinity; here it keeps its last finite value, or with strict=false the run stops at that step.
 return {
   name = "deepspeed_fused",
   doc  = "DeepSpeed's FP16_Optimizer (ZeRO stage 0): a window, a smallest scale, no hysteresis.",

@@ -1,11 +1,11 @@
 -- Delayed scaling for FP8, as in Transformer Engine's DelayedScaling recipe
 -- (common/recipe/delayed_scaling.cu): a tensor is scaled by amaxes of earlier steps, which saves a
 -- pass over the tensor. The recipe's margin, format and rule turn an amax into the scale. With
--- algorithm=max, this amax is the largest of the last `history` amaxes; with algorithm=most_recent,
+-- algorithm=max, this amax is the largest of the last `history` steps; with algorithm=most_recent,
 -- it is the last amax.
 --
--- An amax that is 0, inf or nan leaves the scale unchanged and does not enter the history. In
--- Transformer Engine it does enter the history, so an inf from a skipped step keeps the scale
+-- An amax that is 0, inf or nan does not enter the history, and the last valid amax never leaves
+-- it. In Transformer Engine invalid amaxes do enter, so an inf from a skipped step keeps the scale
 -- constant for the length of the history. Amaxes of gradients are stored without the loss scale and
 -- multiplied by the next loss scale, so a change of the loss scale does not look like a change of
 -- the gradients. Before its first amax is known, a tensor is scaled by its own current amax. In

@@ -1,9 +1,10 @@
 -- Takes a layer out of FP8 when quantization loses too much: when, in one of the layer's three
 -- tensors, the signal-to-noise ratio is below `snr` dB, the share of numbers lost to 0 is above
 -- `underflow`, or the share of clipped numbers is above `clipped`. The layer then computes in high
--- precision for `pause` steps, and tries FP8 again. Each further failure makes the pause `grow`
--- times longer, up to `longest`. The recipe measures the tensors only on the steps that it samples
--- (its `sample`), so only these steps take a layer out of FP8.
+-- precision (or as the first rung of the recipe's `ladder` says) for `pause` steps, and tries FP8
+-- again. Each further failure makes the pause `grow` times longer, up to `longest`. The recipe
+-- measures the tensors only on the steps that it samples (its `sample`), so only these steps take a
+-- layer out of FP8.
 return {
   name    = "fp8_fallback",
   doc     = "Moves layers with low SNR or high underflow out of FP8 and retries them later.",

@@ -1,8 +1,9 @@
 -- Counts gradients in a histogram with two bins: stored magnitudes above an eighth of fp16's range,
--- and all others. Every `period` steps the scale halves if the share of gradients in the upper bin
--- is above `threshold`; otherwise it doubles. Source: Graphcore PopART's automatic loss scaling.
--- Differences: here the scale has limits, steps that overflow are skipped, and the scale does not
--- double for `wait` good steps after an overflow. PopART does none of this.
+-- and all other nonzero ones. Every `period` good steps the scale halves if the share of gradients
+-- in the upper bin is above `threshold`; otherwise it doubles. Source: Graphcore PopART's automatic
+-- loss scaling. Differences: here the scale has limits, steps that overflow are skipped and halve
+-- the scale immediately, and the scale does not double for `wait` good steps after an overflow.
+-- PopART does none of this.
 return {
   name = "histogram",
   doc  = "Halves the scale if too many gradients exceed an eighth of the range, else doubles it.",

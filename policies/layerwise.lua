@@ -1,8 +1,8 @@
 -- Gives each layer a scale, which is applied to the gradient as it runs backward from layer to
 -- layer, so that every layer's gradients use the whole range of fp16. Layers near the input, where
--- gradients have become small, get larger scales. Scales are powers of two, so passing from layer
--- to layer rounds nothing. Each scale follows the layer's recent peak, which decays slowly, so that
--- rare spikes keep their headroom.
+-- gradients have become small, get larger scales. With the default options scales are powers of
+-- two, so passing from layer to layer rounds nothing. Each scale follows the layer's recent peak,
+-- which decays slowly, so that rare spikes keep their headroom.
 --
 -- record.groups is in the model's order, and an inf propagates toward the input. So only the last
 -- group with an inf (the nearest to the loss) backs off. If that group has an inf in more than

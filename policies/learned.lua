@@ -1,7 +1,7 @@
 -- A learned scale: log2(scale) is a parameter that online gradient descent trains, one update per
 -- step, on the cost (share of gradients that lost bits) + price * overflow. Lost bits push the
--- scale up, an overflow pushes it down by `price`, and momentum smooths both. The rule assumes
--- nothing else about the gradients. Source: none; the rule is the engine's own.
+-- scale up, an overflow pushes it down by `price`, stored gradients above `edge` push it down too,
+-- and momentum smooths all of these. Source: none; the rule is the engine's own.
 return {
   name = "learned",
   doc  = "Learns log2(scale) online from the counts of underflow and overflow.",

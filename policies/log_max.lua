@@ -2,7 +2,9 @@
 -- 2^(mean + sigmas * deviation) to the format's limit. Source: OpenSeq2Seq's LogMax (Kuchaiev et
 -- al., 2018), with two corrections: a step with amax = 0 is ignored, and an overflow counts as an
 -- amax one octave above the format's limit, 2^(log_max + 1) / scale. In LogMax an overflow counts
--- as log2(amax) = 65536 and keeps the scale at its minimum for thousands of steps.
+-- as log2(amax) = 65536 and keeps the scale at its minimum for thousands of steps. Additions: an
+-- overflow at least halves the scale, the scale does not grow during `warmup`, and its limits are
+-- wider.
 return {
   name = "log_max",
   doc  = "Treats log2(amax) as normally distributed; leaves room for its mean and some deviations.",

@@ -1,7 +1,7 @@
 -- A hybrid: max-value scaling at every step, calibrated every ref_every steps by a reference
--- backward pass in f32. If the f32 norm shows that gradients are lost although the largest gradient
--- is at its target, the target rises (to `bold` at most). If gradients saturate or overflow, the
--- target falls. Source: the combination of max_value.lua and norm_ratio.lua.
+-- backward pass in f32. If the f32 norm shows that gradients are lost, the target of the largest
+-- gradient rises (to `bold` at most). If gradients saturate or overflow, the target falls. Source:
+-- the combination of max_value.lua (its limit=before) and norm_ratio.lua.
 return {
   name = "max_norm",
   doc  = "Max-value scaling; a reference backward pass in f32 calibrates its target.",

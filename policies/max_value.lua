@@ -1,15 +1,16 @@
--- Max-value scaling: the scale follows target / amax, so that the largest stored gradient is just
--- below the format's largest number. Source: Micikevicius et al., Mixed Precision Training (2018),
--- section 3.2, made online: a moving mean of target / amax, then limits on the change per step.
+-- Max-value scaling: the scale follows target / amax, so that the largest stored gradient is near
+-- `target`, by default an octave below fp16's largest number. Source: Micikevicius et al., Mixed
+-- Precision Training (2018), section 3.2, made online: a moving mean of target / amax, then limits
+-- on the change per step.
 --
 -- The mean looks back over some 1 / (1 - decay) steps and begins at the first target / amax. In one
 -- step, the scale changes by the factor `growth` or `backoff` at most. A single large gradient
--- hardly moves the mean. A single tiny gradient raises the mean, and the scale grows until an
--- overflow, which lowers the mean to the new scale. With limit=before, the limits apply to each
--- target / amax, and the mean is the scale itself. Then no step grows the scale by more than 1 %: a
--- tiny gradient does no harm, but a scale far from its target takes hundreds of steps. An overflow
--- lowers the target for a while, because amax does not cover activation gradients, which can
--- overflow while amax is on target.
+-- hardly moves the mean. A single tiny gradient can raise the mean so far that the scale grows
+-- until an overflow, which lowers the mean to the new scale. With limit=before, the limits apply to
+-- each target / amax, and the mean is the scale itself. Then, with the default decay and growth, no
+-- step grows the scale by more than 1 %: a tiny gradient does no harm, but a scale far from its
+-- target takes hundreds of steps. An overflow lowers the target for a while, because amax does not
+-- cover activation gradients, which can overflow while amax is on target.
 return {
   name = "max_value",
   doc  = "Keeps the largest stored gradient near target by a moving mean of target / amax.",

@@ -1,11 +1,11 @@
 -- Dynamic loss scaling of MindSpore's DynamicLossScaleManager, number for number: the scale is a
--- double, never below 1, and grows at every scale_window-th step after an overflow. Differences:
--- after 1000 overflows in a row MindSpore raises an exception; here the run stops. MindSpore's
--- scale can reach infinity; here it keeps its last finite value, or with strict=false the run stops
--- at that step.
+-- double, never below 1, and grows at every scale_window-th step after an overflow. Differences: at
+-- the 1001st overflow in a row MindSpore raises an exception; here the run stops. MindSpore's scale
+-- can reach infinity; here it keeps its last finite value, or with strict=false the run stops at
+-- that step.
 return {
   name = "mindspore",
-  doc  = "MindSpore's DynamicLossScaleManager: never below 1, stops after 1000 overflows in a row.",
+  doc  = "MindSpore's DynamicLossScaleManager: never below 1, stops at 1001 overflows in a row.",
 
   options = {
     init_loss_scale = 2^24,

@@ -1,6 +1,6 @@
 -- Gives each expert of a mixture a scale that follows the expert's recent peak. Everything else has
 -- the common scale. A rarely chosen expert has small gradients, a popular one large gradients, and
--- an expert that overflows lowers only its own scale. An expert without tokens keeps its scale.
+-- an expert that overflows lowers only its own scale. An expert without tokens keeps its peak.
 -- Source: layer-wise scaling (Zhao et al., 2019; fairscale), applied to the groups that nn.moe
 -- declares.
 return {
@@ -13,7 +13,7 @@ return {
     experts         = "experts%.%d+$",   -- Lua pattern that matches the names of expert groups
     target          = 2^13,    -- an expert's largest stored gradient lies in target/4 .. target
     forget          = 0.005,   -- per step, the peak falls by this share of its octaves above amax
-    growth_interval = 500,               -- good steps in a row until the common scale grows
+    growth_interval = 500,               -- good steps until the common scale grows
     min_scale       = 2^-20,
     max_scale       = 2^40,
   },

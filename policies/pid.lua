@@ -14,7 +14,7 @@ return {
     ki         = 0.05,    -- octaves of scale per step for each octave of error
     kd         = 0,       -- octaves of scale for each octave of the error's second difference
     shock      = 1,       -- octaves by which an overflow lowers the scale
-    most       = 1,       -- largest change in octaves per step
+    most       = 1,       -- largest change in octaves per step without overflow
     min_scale  = 2^-10,
     max_scale  = 2^32,
   },

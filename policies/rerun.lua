@@ -1,6 +1,6 @@
--- Megatron-LM's rerun state machine for spiky losses. If a loss is at least `factor` times the
--- largest of the first `samples` losses, the step is computed again with the same batch, random
--- numbers and scale. If the two losses differ in any bit, the hardware computed one of them
+-- Megatron-LM's rerun state machine for spiky losses. If a loss's magnitude is at least `factor`
+-- times the largest of the first `samples` losses, the step is computed again with the same batch,
+-- random numbers and scale. If the two losses differ in any bit, the hardware computed one of them
 -- wrongly. This is a transient fault, and the run stops (on_fault=stop). With on_fault=step, the
 -- run uses the second result, or skips the step if the second loss is huge or not finite. If the
 -- losses are equal, the spike comes from the data or the model, and the step is accepted. Source:

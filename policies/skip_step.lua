@@ -1,6 +1,6 @@
 -- OLMo-core's SkipStepOptimizer: skips an update whose loss or gradient norm is more than
 -- sigma_factor standard deviations (unbiased) above the mean of the last rolling_interval_length
--- steps, the current step not included. It judges steps once half of the window is full. Skipped
+-- steps, the current step not included. It judges steps once they fill half of the window. Skipped
 -- steps enter the window, so a lasting new level is accepted after a while. Source:
 -- olmo_core/optim/skip_step_optimizer.py, version 3.0.0; an earlier version also skipped values
 -- far below the mean. The loss scale follows dynamic.lua's rule, or is fixed (for bf16:
@@ -12,9 +12,9 @@
 -- the window (keep_nan=true does the same). Statistics are in double; in the original, in float32.
 -- Skipping needs mode=sync.
 
--- Returns whether `x`, a loss or a norm, allows the step to proceed. Adds the window's mean and
--- deviation and the z-score of x to the log, as NAME_mean, NAME_std and NAME_z. Then adds x to the
--- window.
+-- Returns whether `x`, a loss or a norm, allows the step to proceed. If the window has two values
+-- or more, adds its mean and deviation and the z-score of x to the log, as NAME_mean, NAME_std and
+-- NAME_z. Then adds x to the window, unless x is not finite and keep_nan is false.
 local function judge(window, name, x, options, log)
   local n, finite = #window, x - x == 0
   local fine = finite or options.keep_nan

@@ -1,11 +1,12 @@
 -- Handles losses that jump. A bad step has a loss that is inf or nan, or more than `sigmas`
 -- standard deviations above its moving mean, which bad steps do not enter. Of several bad steps in
--- a row, the first `skips` are skipped, and the next are taken with a smaller learning rate. After
--- `patience` bad steps, the next bad step makes the run return to a checkpoint and leave out data.
--- The loss scale follows dynamic.lua's rule. Needs checkpoints (run=, checkpoint_every=, keep=)
--- that reach `back` steps into the past. Source of the rollback: PaLM (Chowdhery et al., 2022,
--- section 5.1: go back about 100 steps, skip 200 to 500 batches). The milder measures before it are
--- common practice.
+-- a row, the first `skips` are skipped, and the next are taken with a smaller learning rate or, if
+-- their gradients overflow, skipped. After `patience` bad steps, the next bad step makes the run
+-- return to a checkpoint and leave out data. The loss scale follows dynamic.lua's rule, but steps
+-- whose loss is inf or nan count as good ones. A rollback needs checkpoints (run=,
+-- checkpoint_every=, keep=) that reach `back` steps into the past. Source of the rollback: PaLM
+-- (Chowdhery et al., 2022, section 5.1: go back about 100 steps, skip 200 to 500 batches). The
+-- milder measures before it are common practice.
 return {
   name = "spike",
   doc  = "Skips steps of a loss spike, lowers the rate, then goes back to a checkpoint.",
@@ -15,14 +16,14 @@ return {
     growth_interval = 2000,   -- good steps in a row after which the loss scale doubles
     sigmas          = 6,
     decay           = 0.98,   -- decay of the moving mean and variance of the loss
-    warmup          = 50,     -- first steps, which are bad only if their loss is inf or nan
+    warmup          = 50,     -- a step before this one is bad only if its loss is inf or nan
     skips           = 3,      -- bad steps in a row that are skipped
     patience        = 10,     -- bad steps in a row before the rollback
     slow            = 0.5,    -- factor on the learning rate after the skips, until the rollback
     back            = 100,    -- steps that a rollback goes back
     leave_out       = 200,    -- steps of data that a rollback leaves out
     lr_mul          = 0.5,    -- factor on the learning rate after a rollback
-    cooldown        = 50,     -- like warmup, for the first steps after a rollback
+    cooldown        = 50,     -- like warmup, counted from a rollback
   },
 
   init = function(options)
