@@ -43,10 +43,10 @@ local VARIANTS = { { "bf16" }, { "forward", forward = true }, { "dgrad", dgrad =
   { "all", forward = true, dgrad = true, wgrad = true },
   { "all, stochastic", forward = true, dgrad = true, wgrad = true, sr = true } }
 
-local draws = 0     -- selects the random signs; grows by 1 in every backward pass
+local draws = 0     -- selects the random signs; grows by 1 in the backward pass of each layer
 
 -- Returns x [M x K], quantized along its rows, as bf16. With `turned`, quantizes x along its
--- columns, after the Hadamard transform of variant `o`, and transposes it to [K x M].
+-- columns, after the Hadamard transform of variant `o` if it has one, and transposes it to [K x M].
 local function fp4(x, o, turned, stochastic)
   local q = engine.mx.quantize(x, { format = "e2m1", rule = "rceil", transposed = turned,
     sr_bits = stochastic and 8 or 0, hadamard = turned and o.hadamard or nil,

@@ -4,8 +4,8 @@
 -- travels. A weight with r above 16 oscillates. This study measures the share of such weights under
 -- the paper's MXFP4 recipe, and with the paper's two remedies:
 --   Q-EMA      rounds a weight toward its average over steps: mxfp4_tetrajet_q_ema
---   Q-Ramping  updates a weight only every 5 floor(r / 16) + 1 steps, with the mean of its
---              gradients and a learning rate multiplied by the number of steps
+--   Q-Ramping  updates a weight only every 5 floor(r / 16) + 1 steps (`calibrate` at most), with
+--              the mean of its gradients and a learning rate multiplied by the number of steps
 -- r for Q-Ramping is measured in trial steps, after which weights and optimizer are restored. The
 -- rules are those of the paper's public code.
 --

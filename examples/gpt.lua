@@ -20,7 +20,7 @@ local cfg = engine.config({
   data = "a text file; empty: this project's own source", steps = "training steps",
   batch = "rows of a batch", context = "bytes per row",
   layers = "blocks", width = "features per byte", heads = "attention heads",
-  dropout = "dropout in embeddings, attention and residuals",
+  dropout = "dropout in embeddings and residuals",
   lr = "peak learning rate", weight_decay = "decay of matrices",
   seed = "seed for weights, dropout, data order and sampling",
   warmup = "updates until the peak learning rate", floor = "last learning rate as a share of lr",

@@ -62,7 +62,8 @@ function Net:forward(x, y)
 end
 
 -- Draws points in 16 dimensions. The signs of three sums determine the class; each sum adds a
--- product of two coordinates and half of a third. The quantity is a scaled sum of squares.
+-- product of two coordinates and half of a third. The quantity is a sum of squares, shifted and
+-- scaled.
 local function drawn(seed)
   engine.seed(seed)
   local x = engine.randn(2048, 16):keep()

@@ -1,6 +1,6 @@
 -- A Llama-style decoder on text: rotary positions, RMS norm, SwiGLU, grouped queries (8 query heads
--- share 2 key and value heads), untied head, in bf16. The trainer is the same as in gpt.lua; only
--- the model differs.
+-- share 2 key and value heads), untied head, in bf16. The trainer is that of gpt.lua with fewer
+-- options and another schedule (wsd).
 --
 --   ./engine examples/llama.lua
 --   ./engine examples/llama.lua data=book.txt steps=1000 width=384 heads=6 kv_heads=2 hidden=1024

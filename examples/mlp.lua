@@ -1,6 +1,6 @@
 -- A multilayer perceptron that learns to read digits which the script draws: seven-segment figures
--- on a 12 x 12 grid, shifted, thickened and covered in noise. engine.trainer trains it in any
--- precision; then it is tested on new digits.
+-- on a 12 x 12 grid, shifted and covered in noise. engine.trainer trains it in fp32, bf16 or fp16;
+-- then it is tested on new digits.
 --
 --   ./engine examples/mlp.lua
 --   ./engine examples/mlp.lua precision=fp16 steps=1600 noise=0.4
