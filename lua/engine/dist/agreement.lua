@@ -5,9 +5,10 @@
 -- run, the ranks compare
 --   scalars   steps, updates, the optimizer's updates and lr, the loss scale, the policy's state,
 --             the seed and counter of random numbers
---   tensors   master weights, low-precision weights and moments. Tensors that ZeRO divides are not
---             compared: the moments, and with ZeRO-3 all three. Experts are compared only among the
---             ranks that hold them
+--   tensors   master weights, low-precision weights, moments, averages of weights (Q-EMA) and
+--             frozen parameters. Tensors that ZeRO divides are not compared: the moments, and with
+--             ZeRO-3 both kinds of weights. Experts are compared only among the ranks that hold
+--             them
 -- Each rank sends one message of three numbers. If these numbers differ, the ranks exchange the
 -- checksum of each value, so that the error can name the first value that differs, and the ranks
 -- that differ.

@@ -295,9 +295,9 @@ function Reducer:alone(f)
   check(C.eng_parallel_finish(self.reduction))
 end
 
---- Completes the norms of a reference backward pass. norms [n] has the norm of each parameter.
---- Parameters that only other ranks hold get the norms that these ranks computed, and norm[0]
---- becomes the norm over all parameters.
+--- Completes the norms of a reference backward pass; does nothing if all ranks hold all parameters.
+--- norms [n] has the norm of each parameter. Parameters that only other ranks hold get the norms
+--- that these ranks computed, and norm[0] becomes the norm over all parameters.
 function Reducer:share_norms(norm, norms, n)
   if not self.apart then return end
   check(C.eng_comm_all_reduce(ranks.world(), norms, n, M_ffi.dtype.f64, C.ENG_MAX))
@@ -540,7 +540,8 @@ function Reducer:differ()
 end
 
 --- Called after an update. With ZeRO-1 and ZeRO-2 it sends every rank's part of the weights to all
---- ranks; with ZeRO-3 it drops the other ranks' parts.
+--- ranks that hold them; with ZeRO-3 it does so for experts, and drops the other ranks' parts of
+--- all other weights.
 function Reducer:updated()
   if self.zero then check(C.eng_parallel_gather(self.reduction)) end
 end
@@ -558,8 +559,8 @@ end
 local BITS = { { 2, "inf" }, { 4, "nan" }, { 8, "inf only in the comm dtype" } }
 
 -- Returns what overflowed in the last reduction, { { rank =, tensor =, what = "inf" } ... }. For
--- each rank and each kind in BITS, the list names one tensor: the first in the optimizer's order
--- whose gradient from that rank is of this kind.
+-- each rank and each kind in BITS, the list names at most one tensor: the first in the optimizer's
+-- order whose gradient from that rank is of this kind.
 function Reducer:find_culprits()
   local found = {}
   for rank = 0, self.size - 1 do

@@ -31,7 +31,8 @@ end
 
 --- Returns an array with the number of each parameter's unit, for the core's option `units`.
 --- ZeRO-3 receives and drops the weights of a unit together. A unit is a block of the model, all
---- experts of a layer, any other module that has parameters, or a single weight in FP8.
+--- experts of a layer outside blocks, any other module that has parameters, or a single weight in
+--- FP8.
 function M.units(optimizer)
   local list, quantized = optimizer.list, {}
   local units, numbers, n = ffi.new("int32_t[?]", #list), {}, 0
@@ -70,8 +71,8 @@ end
 local of_set = setmetatable({}, { __mode = "k" })
 
 --- Returns the reduction of the optimizer's parameter set with these options. A set has only one
---- reduction: an earlier one with other options is freed. If another trainer of the set used the
---- freed reduction, that trainer's next step makes a new one.
+--- reduction: an earlier one with other options is freed or, if it uses ZeRO, raises an error. If
+--- another trainer of the set used the freed reduction, that trainer's next step makes a new one.
 function M.of(optimizer, options)
   local params = optimizer.params
   local key = ("%d %d %d %d %s %s"):format(tonumber(options.bucket), options.comm_dtype,
