@@ -169,8 +169,8 @@ function Site:publish_reference()
   self:publish("index.html", "reference", table.concat(body, "\n"))
 end
 
---- Writes the pages into a folder. Returns a list of warnings about entries without documentation
---- and broken links.
+--- Writes the pages into a folder. Returns a list of warnings about entries without documentation,
+--- pages with the same name, and broken links.
 function M.write(index, folder)
   M_ffi.check(C.eng_file_mkdir(folder))
   local site = setmetatable({ index = index, folder = folder, warnings = {}, links = {},

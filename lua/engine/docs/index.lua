@@ -123,9 +123,9 @@ end
 
 --- Returns the two lists of search() for `name`, so that `gelu` finds tensor:gelu. If they are
 --- empty and `name` is VARIABLE:METHOD, returns the methods of this name, or the commands that
---- explain it. Adds the entries of
---- self.words whose full name is `name`, such as the precision fp8_delayed to the policy
---- fp8_delayed. If nothing else is found, returns the result of search() in self.words.
+--- explain it. Adds the entries of self.words whose full name is `name`, such as the precision
+--- fp8_delayed to the policy fp8_delayed. If nothing else is found, returns the result of search()
+--- in self.words.
 function Index:find(name)
   local found, others = search(self.entries, name)
   if #found == 0 then found = methods(self.entries, name) end
@@ -138,9 +138,10 @@ function Index:find(name)
   return found, others
 end
 
---- Returns the entries whose text contains the word `name`, guides last. Leaves out C functions.
---- For a name that has no entry, such as the option end_token, this list says where it is
---- explained.
+--- Returns the entries whose text contains the word `name`, guides last. Leaves out the C
+--- interface. For a name that has no entry, such as the option end_token, this list says where it
+--- is explained. Returns an empty list for a name of fewer than three characters, or of other
+--- characters than those of Lua's names.
 function Index:mentions(name)
   local list, guides = {}, {}
   local word = "%f[%w_]" .. name:gsub("%W", "%%%0") .. "%f[^%w_]"

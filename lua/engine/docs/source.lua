@@ -128,7 +128,7 @@ function M.blocks(text)
   return blocks
 end
 
---- Returns the first sentence of `text` in one line.
+--- Returns the first sentence of `text` in one line, cut after about 160 bytes.
 function M.summary(text)
   local first = M.blocks(text)[1]
   local line = first and table.concat(first.lines, " "):gsub("%s+", " ") or ""
