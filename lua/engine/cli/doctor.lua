@@ -1,6 +1,7 @@
 -- engine doctor: prints what this machine offers and what is missing. Each line begins with ok,
 -- missing or note. A line that begins with missing says what the missing part is for or how to
--- install it. The exit code is 1 if a part is missing that the engine needs. Called by init.lua.
+-- install it. A last line has the command that installs missing programs, if there are any. The
+-- exit code is 1 if a part is missing that the engine needs. Called by init.lua.
 local host = require "engine.host"
 local machine = require "engine.base.machine"
 local process = require "engine.base.process"

@@ -34,7 +34,8 @@ guide:
   engine help trainer.clip   engine help record.amax   engine help ENGINE_RANKS
   engine help getting-started   engine help docs
 
-Ctrl-C ends a training run at its next step with a checkpoint; a second one ends it at once.]==]
+Ctrl-C ends a training run at its next step, a stored run with a checkpoint; a second Ctrl-C ends it
+at once.]==]
 
 local usage = [==[
 usage: engine help [NAME]

@@ -286,7 +286,7 @@ local function main(script, ...)
     if not (cost.alpha and cost.beta) then
       local alpha, beta = measure.messages()
       source = alpha and "measured between two processes here"
-        or "assumed, because mpirun, which measuring needs, is not installed"
+        or "assumed, because mpirun, which measuring needs, is missing or failed"
       cost.alpha, cost.beta = cost.alpha or alpha or FALLBACK.alpha, cost.beta or beta
         or FALLBACK.beta
     end
