@@ -12,7 +12,8 @@
 -- panel: name (the title of its y axis), axis (from M.axis), hold (true: draws single steps as a
 -- staircase), named (true: the legend also names a single series). Shapes have x coordinates from 0
 -- to `span`, which a page stretches to its width. Texts are placed by percentages instead, so that
--- they keep their size. Used by the report's pages, views.lua, gnuplot.lua and lab.lua.
+-- they keep their size. Used by the report's pages, views.lua, gnuplot.lua and lab.lua;
+-- docs/page.lua uses only entities().
 local show = require "engine.base.show"
 local plot = require "engine.report.plot"
 

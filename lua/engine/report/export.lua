@@ -129,9 +129,9 @@ end
 local HISTOGRAMS = 200           -- columns for layers.each, which visits up to four steps of each
 
 --- Writes event files for TensorBoard. They hold the numbers of each step (with options.every = n,
---- of every n-th step and of all overflows), histograms of the layers' stored gradients for steps
---- with statistics, and policies, settings and events as text. Returns the number of steps and the
---- path.
+--- of every n-th step and of all overflows), histograms of the layers' stored gradients for some of
+--- the steps with statistics, and policies, settings and the first 1000 events (no overflows and
+--- checkpoints) as text. Returns the number of steps and the path.
 function M.tensorboard(h, dir, options)
   local every = options and options.every or 1
   local tensorboard, layers = require "engine.run.tensorboard", require "engine.report.layers"

@@ -29,9 +29,9 @@ local M = {}
 local ROWS = 2                -- rows read for a column, in addition to up to ROWS rows of overflows
 
 --- Chooses the rows of a picture, by default one for each layer. Returns two tables: the row (from
---- 1) of each parameter by its id (from 0), and the names of the rows. With options.tensors, every
---- tensor has its own row. options.only leaves out the tensors whose names do not contain this text
---- and gives every other tensor its own row.
+--- 1) of each parameter by its id (from 0), and the names of the rows. With options.tensors, or if
+--- the model has only one layer, every tensor has its own row. options.only leaves out the tensors
+--- whose names do not contain this text and gives every other tensor its own row.
 function M.rows(h, options)
   local list = h:parameters()
   local row_of, names = {}, {}

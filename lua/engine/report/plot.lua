@@ -257,8 +257,9 @@ local function x_text(x, span)
   return number_text(x)
 end
 
--- Returns a row of labels for the first, middle and last x. The middle is left out if it is between
--- two steps. The label of a single x is in the middle.
+-- Returns a row of labels for the first, middle and last x. The middle is left out if there is no
+-- room, or if it is between two of fewer than eleven steps. The label of a single x is in the
+-- middle.
 local function x_axis(columns, range, name)
   local x_low, x_high, span = range.x_low, range.x_high, range.x_high - range.x_low
   local prefix = name and name .. " " or ""

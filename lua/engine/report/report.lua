@@ -246,8 +246,8 @@ local function curve_sections(h, info, l)
     events = lines, shadows = shadow_data }), c, axis, shadows
 end
 
---- Returns the page as text. The page of a run without steps has only the ending, events and
---- settings.
+--- Returns the page as text. The page of a run without steps has only the ending, events, settings,
+--- policies and precision recipes.
 function M.html(h, path)
   local info = require("engine.run.runs").info(path, h)
   if info.problem then error(info.problem, 0) end

@@ -192,8 +192,9 @@ function M.plot(h, names, options)
 end
 
 --- Draws several runs (a list from compare.open) in one picture, with a curve for each run or, with
---- options.group, for each value of that setting. The other options are those of history:plot.
---- Returns a text, and the notes of compare.read.
+--- options.group, for each value of that setting. The other options are those of history:plot
+--- except points, ascii and marks. Returns a text, and the notes of compare.read. Raises an error
+--- if no run has steps.
 function M.compare(list, names, options)
   check(options, "plot")
   local width, to_file = width_of(options), options.svg or options.png
