@@ -3,17 +3,18 @@
 --   chart.body { title =, c = curves.read(...), span = 1000,
 --     series = { { name = "loss", column = "loss" } },
 --     log = 2, height = 180, limits = { { 65504, "f16 ends" } }, marks = marks.read(h, c) }
--- A series is a line of means in a band from the smallest to the largest value. The band is drawn
--- if each point of the line stands for several steps (c.width > 1) or the series' field `band` is
--- true. Instead of `column`, a series may have `points`: { { step, value } ... }; a value lasts
--- until the next point, and the value false makes a gap. With `join`, the line bridges missing
--- values. Series i is drawn in style i (a colour and dashes), or in the style whose number is in
--- its field `style`. `limits` are values that get a dotted line with a text. More fields of a
--- panel: name (the title of its y axis), axis (from M.axis), hold (true: draws single steps as a
--- staircase), named (true: the legend also names a single series). Shapes have x coordinates from 0
--- to `span`, which a page stretches to its width. Texts are placed by percentages instead, so that
--- they keep their size. Used by the report's pages, views.lua, gnuplot.lua and lab.lua;
--- docs/page.lua uses only entities().
+-- A series is a line of means in a band from the smallest to the largest value (for a group of
+-- runs: one standard deviation on either side). The band is drawn if each point of the line stands
+-- for several steps (c.width > 1) or the series' field `band` is true. Instead of `column`, a
+-- series may have `points`: { { step, value } ... }; a value lasts until the next point, and the
+-- value false makes a gap. With `join`, the line bridges missing values. Series i is drawn in style
+-- i (a colour and dashes), or in the style whose number is in its field `style`. `limits` are
+-- values that get a dotted line with a text. More fields of a panel: name (the title of its y
+-- axis), axis (from M.axis), hold (true: draws single steps as a staircase), named (true: the
+-- legend also names a single series). Shapes have x coordinates from 0 to `span`, which a page
+-- stretches to its width. Texts are placed by percentages instead, so that they keep their size.
+-- Used by the report's pages, views.lua, gnuplot.lua and lab.lua; docs/page.lua uses only
+-- entities().
 local show = require "engine.base.show"
 local plot = require "engine.report.plot"
 

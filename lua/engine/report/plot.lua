@@ -393,9 +393,10 @@ function plot.draw(options)
   return table.concat(lines, "\n")
 end
 
---- Returns the curves of loss and loss scale of a run as one text. rows: a list of { step, loss,
---- scale, overflow }; rows.overflows: the number of overflows, if the rows hold only some of the
---- steps. options: width, height and ascii, as in plot.draw; nil: the defaults.
+--- Returns the curves of loss and loss scale of a run as one text; leaves out a scale that is
+--- constant and at most 1. rows: a list of { step, loss, scale, overflow }; rows.overflows: the
+--- number of overflows, if the rows hold only some of the steps. options: width, height (of the
+--- loss) and ascii, as in plot.draw; nil: the defaults.
 function plot.run(rows, options)
   M_ffi.raise_if(type(rows) ~= "table",
     "plot.run: expected a list of rows, such as trainer:run().rows, got %s", tostring(rows))

@@ -88,8 +88,8 @@ function M.section(title, about, ...)
     "</p>" or "", body)
 end
 
---- Returns a table as HTML. head: the headings; rows: lists of cells; right: { [column] = true }
---- for the columns that are aligned to the right.
+--- Returns a table as HTML, or "" if it has no rows. head: the headings; rows: lists of cells;
+--- right: { [column] = true } for the columns that are aligned to the right.
 function M.table(head, rows, right)
   if #rows == 0 then return "" end
   right = right or {}

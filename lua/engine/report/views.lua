@@ -477,10 +477,10 @@ local function bars(hist, most)
 end
 
 --- Returns the statistics of a parameter's gradients at recorded steps: { name, shape, steps = { {
---- step, amax, norm, inf, nan, zeros, underflow, hist, scale, relative_scale } ... } }. amax and
---- norm are as stored, that is, times the loss scale. The list `steps` has at most options.points
---- entries (200 by default). print shows the result as a curve of amax, followed by the last
---- histogram.
+--- step, count, amax, norm, inf, nan, zeros, underflow, hist, scale, relative_scale } ... } }. amax
+--- and norm are as stored, that is, times the loss scale and the layer's relative scale. The list
+--- `steps` has at most options.points entries (200 by default). print shows the result as a curve
+--- of amax, followed by the last histogram.
 function M.tensor(h, name, options)
   options = read_options(options, "tensor", TENSOR)
   local parameter = parameter_of(h, name)
