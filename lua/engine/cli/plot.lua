@@ -30,12 +30,12 @@ of these runs have. On a logarithmic axis, mean and deviation are those of the l
 
 columns: loss scale lr amax stored norm underflow zeros next_scale norm_ref inf nan clip lr_mul
 tokens elapsed. amax is the largest true gradient; stored is amax times the loss scale, as the
-format holds it; underflow and zeros are shares of all gradients; clip is the policy's limit, 0 if
-it set none, though the trainer may clip. signals.NAME is what the script
-published with engine.signal("NAME", ...), log.NAME is what the policy logged, and scales.LAYER is a
-layer's own loss scale (scales.blocks.1) at the steps with statistics per tensor. FP8 layers have,
-at the measured steps, fp8.LAYER:ROLE.snr, .underflow and .overflow (fp8.blocks.1.mlp.up:w.snr);
-fp8.snr is the lowest SNR of all their tensors, fp8.underflow and .overflow the largest shares.]==]
+format holds it; underflow and zeros are shares of all gradients; clip is the policy's limit at the
+steps where it set one, though the trainer may clip too. signals.NAME is what the script published
+with engine.signal("NAME", ...), log.NAME is what the policy logged, and scales.LAYER is a layer's
+own loss scale (scales.blocks.1) at the steps with statistics per tensor. FP8 layers have, at the
+measured steps, fp8.LAYER:ROLE.snr, .underflow and .overflow (fp8.blocks.1.mlp.up:w.snr); fp8.snr is
+the lowest SNR of all their tensors, fp8.underflow and fp8.overflow are the largest shares.]==]
 
 local function sizes_of(given)
   local sizes = { from = given.from, to = given.to, width = given.width, height = given.height,
