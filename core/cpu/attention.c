@@ -19,7 +19,7 @@
 // of y and its lse are NaN. A key that the causal mask hides never affects a query, not even as
 // 0 * NaN, because tiles with a non-finite number are processed row by row. Results do not depend
 // on the number of threads: rows are independent, and the order of a sum over queries depends only
-// on the shape.
+// on the shape and on which tiles have non-finite numbers.
 #include <omp.h>
 
 #include "device/backend.h"

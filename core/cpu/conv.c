@@ -1,7 +1,8 @@
 // Convolution and its gradients. oneDNN (conv_onednn.c) computes them in the tensors' formats or,
-// if it does not support these, in f32 on converted copies. The result is rounded once. Outputs
-// that are NaN are computed again here. The reference kernels take f64, empty tensors, and calls
-// that oneDNN does not support. Called through backend.kernel[]; owns nothing.
+// if it does not support these or the result is added to the output, in f32 on converted copies.
+// The result is rounded once. Outputs that are NaN are computed again here. The reference kernels
+// take f64, empty tensors, and calls that oneDNN does not support. Called through backend.kernel[];
+// owns nothing.
 #include "conv.h"
 #include "rows.h"
 #include "simd.h"

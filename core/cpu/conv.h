@@ -25,6 +25,6 @@ typedef struct conv_call {
 static inline conv_part conv_result(int64_t kind)
 { return kind == CONV_FORWARD ? CONV_Y : kind == CONV_INPUT ? CONV_X : CONV_W; }
 
-/// Computes the call through oneDNN. *done is false if oneDNN does not support it. Must be called
-/// from the main thread. Errors: MEMORY, LIBRARY.
+/// Computes the call through oneDNN. *done is false if oneDNN does not support it, or if a size is
+/// above 2^24. Must be called from the main thread. Errors: MEMORY, LIBRARY.
 eng_status conv_onednn(bool *done, const conv_call *call);

@@ -1,6 +1,6 @@
-// Convolutions through oneDNN 2.6 to 3.x. x and y stay channels last in memory unless oneDNN has no
-// fast kernel for this layout. On every call, weights are reordered into the layout that oneDNN
-// chooses. Called by conv.c.
+// Convolutions through oneDNN 2.6 to 3.x. x and y stay channels last in memory unless oneDNN has a
+// fast kernel only for another layout. On every call, weights are reordered into the layout that
+// oneDNN chooses, if that is not their own. Called by conv.c.
 //
 // Numerics: products and sums are f32, and the result is rounded once. On processors with
 // AVX512-BF16 or AMX, bf16 products take subnormals as zero and flush subnormal sums. NaN and

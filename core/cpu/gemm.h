@@ -69,12 +69,12 @@ eng_status gemm_packed_avx512(const gemm_call *call);
 /// overrides the answer.
 bool gemm_pairs_here(void);
 
-/// gemm_onednn_here returns whether this processor has AMX. gemm_onednn_prefers returns whether
-/// oneDNN is the faster path for this product on this machine.
+/// gemm_onednn_here returns whether oneDNN uses AMX on this processor. gemm_onednn_prefers returns
+/// whether oneDNN is the faster path for this product on this machine.
 bool gemm_onednn_here(void);
 bool gemm_onednn_prefers(const gemm_call *call);
 /// Computes the product through oneDNN. If oneDNN cannot compute it, sets *done to false and writes
-/// nothing to C.
+/// nothing to C. Must be called from the main thread. Errors: MEMORY, LIBRARY.
 eng_status gemm_onednn(bool *done, const gemm_call *call);
 
 /// Offsets, in elements, of matrix z (from 0) of the batch in A, B and C.

@@ -1,5 +1,5 @@
 // Matrix products through oneDNN 2.6 to 3.x: bf16 on processors with AMX (gemm.c gives the reason).
-// oneDNN's scratchpad comes from the scratch arena. Called by gemm.c.
+// oneDNN's scratchpad comes from the scratch arena. Called by gemm.c and cpu.c.
 //
 // Numerics of AMX: TDPBF16PS multiplies bf16 exactly, sums in f32 with round to nearest even, takes
 // subnormal inputs as zero and flushes subnormal sums to zero. NaN and infinity propagate. oneDNN

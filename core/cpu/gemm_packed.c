@@ -91,8 +91,8 @@ static rows_of_a read_rows(const part *p, int64_t i0, int64_t rows, float *a_cop
 }
 
 // Turns the sums of rows [i0, i0+rows), columns [j0, j0+columns) into C and `side`, as the call's
-// bias, `add` and `after` demand, and rounds the results. `whole` means columns == GEMM_NR. dtype
-// (of C and `side`), after and whole are constants where this is inlined.
+// bias, `add` and `after` demand, and rounds the results. `whole` means columns == GEMM_NR. after,
+// whole and, if `whole`, dtype (of C and `side`) are constants where this is inlined.
 VF_INLINE void finish_typed(const part *p, const int dtype, const gemm_after after,
                             const bool whole, const float *sums, int64_t ld, int64_t i0,
                             int64_t rows, int64_t j0, int columns)
@@ -227,8 +227,9 @@ typedef struct layout {
 static bool by_pairs(const gemm_call *g)
 { return g->k >= GEMM_PAIRS_K && pairs_of(g->a.dtype, g->b.dtype); }
 
-// Returns the most bytes of B to pack at a time: half of a core's L2 cache, so that they stay there
-// while A streams past.
+// Returns the most bytes of B to pack at a time: half of a core's L2 cache, but at most 1 MiB, so
+// that they stay there while A streams past. If the system reports less than 512 KiB, or nothing,
+// assumes a cache of 1 MiB.
 static int64_t bytes_of_b(void)
 {
   static int64_t known;
