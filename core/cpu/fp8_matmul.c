@@ -1,14 +1,15 @@
 // The operation fp8_matmul: multiplies FP8 matrices with block scales, y [M x N] = a [M x K] b
 // [K x N], with one of four models of the accumulator. The results have the same bits as those of
-// reference_fp8.c, on every instruction set and with any number of threads. Called through
-// backend.kernel[]; owns nothing but scratch during a call.
+// reference_fp8.c, except for the payloads of NaNs, on every instruction set and with any number of
+// threads. Called through backend.kernel[]; owns nothing but scratch during a call.
 //
 // K is cut into runs: pieces of at most RUN steps that end where a scale changes or a promotion is
-// due. For every run, panels of columns of b and blocks of rows of a are packed as f32, which is
-// exact. For each row and panel, the model updates its accumulator, `part`. At the end of a
-// promotion interval, `part` is added to `sum`. At the end of a stretch (an interval of K with
-// constant scales), `sum` is scaled and added to `total`. `part`, `sum` and `total` are kept in f32
-// between runs. After the last run, the bias is added and the result is rounded to its dtype.
+// due. For every run, panels of columns of b and blocks of rows of a are packed as f32 or as pairs
+// of bf16, which is exact. For each row and panel, the model updates its accumulator, `part`. At
+// the end of a promotion interval, `part` is added to `sum`. At the end of a stretch (an interval
+// of K with constant scales), `sum` is scaled and added to `total`. `part`, `sum` and `total` are
+// kept in f32 between runs. After the last run, the bias is added and the result is rounded to its
+// dtype.
 //   fp32    chains of multiply-adds, several rows at a time. Products of FP8 numbers are exact in
 //           f32, so fusing changes nothing. Of each pair of steps of K, the later step is added
 //           first, as in the instruction that multiplies pairs of bf16. FP8 numbers are exact in

@@ -4,10 +4,11 @@
 // x is cut into tiles that stay in the second-level cache. Each block of a tile is measured, gets
 // its scale from core/base/fp8_scale.h, and is written as codes. Measuring finds the largest
 // magnitude by comparing bits, so a NaN is larger than any number. If a transposed copy is wanted,
-// the same task produces it from the same tile, in blocks that may have another shape. Blocks too
-// tall for a tile take two passes: the first measures them in pieces, the second writes their
-// codes. Blocks of 1 x 128, the common case, have loops of their own. The other loops serve blocks
-// of any width: they read one factor for each element of a row.
+// the same task produces it from the same tile, in blocks that may have another shape, provided
+// that whole blocks of both results fit a tile; else it is made separately. Blocks too tall for a
+// tile take two passes: the first measures them in pieces, the second writes their codes. Blocks of
+// 1 x 128, the common case, have loops of their own. The other loops serve blocks of any width:
+// they read one factor for each element of a row.
 //
 // These cases go to the reference kernels: f64; e5m6 in blocks of several rows, or in several
 // blocks per row with a width that is not a multiple of 8; stochastic rounding of a transposed copy

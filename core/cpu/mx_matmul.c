@@ -59,7 +59,7 @@ typedef struct panel {
   int    exponent[BLACKWELL_MOST][LANES], scale_exponent[BLACKWELL_MOST / 16][LANES], odd;
 } panel;
 
-// Adds to each c[j] the products of `a` and row j of b. Truncates and rounds as Blackwell does.
+// Adds to each c[j] the products of `a` and row j of b. Truncates terms and sums as Blackwell does.
 static void add_group(float *c, const product *p, const group *a, const panel *b)
 {
   int terms = p->four ? 4 : 32, zero = blackwell_zero(p->four), exponent[32][LANES], largest[LANES];

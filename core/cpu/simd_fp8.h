@@ -12,7 +12,8 @@ VF_INLINE vi vi_least_(vi a, int32_t b)
 #endif
 }
 
-/// Returns a - b if that is positive, else 0. The low 16 bits of a and b must be 0.
+/// Returns a - b if that is positive, else 0. a and b must not be negative, and their low 16 bits
+/// must be 0.
 VF_INLINE vi vi_above_(vi a, int32_t b)
 {
 #if defined(ENG_ISA_avx512)
