@@ -9,6 +9,7 @@
 //                      slopes are 0 at -inf and 1 at +inf, which are the limits, and finite
 //                      wherever x is finite
 //   integers           wrap; affine computes in double if its factor or term is not an integer
+//                      below 2^63 in magnitude
 #include "reference.h"
 
 #include "base/rng.h"

@@ -1,4 +1,4 @@
-// Reference pass of the gradient statistics. See backend.h, engine.h. Called through
+// Reference pass of the gradient statistics. See backend.h, engine_policy.h. Called through
 // backend.gradstats; owns nothing.
 #include "reference.h"
 

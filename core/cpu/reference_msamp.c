@@ -1,6 +1,6 @@
 // Reference kernel of msamp_fp4. It sorts each row, searches the table of e2m1 numbers for the
-// nearest, and works in f64. The fast kernels must agree with it bit for bit. See reference.h,
-// ops.def. Called through reference.c.
+// nearest, and works in f64. The fast kernels must agree with it bit for bit, except for the
+// payload of a NaN amax. See reference.h, ops.def. Called through reference.c.
 #include "reference_side.h"
 
 #include "base/msamp_fp4.h"

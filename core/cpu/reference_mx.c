@@ -1,6 +1,6 @@
 // Reference kernels for mx_quantize, hadamard, mx_dequantize and mx_matmul. They work element by
 // element, find exponents with frexp, and round in f64. The fast kernels must agree with them bit
-// for bit. See reference.h, ops.def. Called through reference.c.
+// for bit, except for the payloads of NaNs. See reference.h, ops.def. Called through reference.c.
 #include "reference_side.h"
 
 #include "base/mx_blackwell.h"
