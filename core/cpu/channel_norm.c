@@ -7,7 +7,7 @@
 // mean's rounding error and the sum of squared deviations. In the backward pass, it computes the
 // sums of dy and of dy * (x - mean). The results of the blocks, and then of the channels of a
 // group, are combined in double, in a fixed order. In the forward pass, the mean and variance of a
-// group whose f32 sums overflow are computed entirely in double.
+// group that holds Inf or NaN, or whose f32 sums overflow, are computed entirely in double.
 #include "rows.h"
 #include "simd.h"
 #include "tasks.h"

@@ -1,6 +1,6 @@
 // The CPU device: a table of kernels, filled at first use for the best instruction set that this
 // processor and its operating system support. Each kernel file is compiled once per set. Owns the
-// table. Called by backend.c.
+// table. Called by backend.c, dist/comm_pack.c, this folder and Lua.
 //
 // ENGINE_ISA=plain|avx2|avx512 in the environment selects a set. An unknown or unsupported set is
 // reported and ignored. eng_cpu_isa() changes the set at run time and fills the table again.

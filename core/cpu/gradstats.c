@@ -12,8 +12,9 @@
 //   order      Sums run over lanes, then chunks, then blocks, in the same order for any number of
 //              threads.
 //   histogram  Exponents become bytes. The highest binades, which hold most elements, are counted
-//              by comparison, and the few elements below them are counted one by one. Counts are
-//              integers, so any order gives the same result.
+//              by comparison, and the few elements below them are counted one by one. The plain
+//              build counts all elements one by one. Counts are integers, so any order gives the
+//              same result.
 #include "blocks.h"
 #include "magnitude.h"
 #include "simd.h"
@@ -111,7 +112,8 @@ VF_INLINE double fold(const float *lane)
 VF_INLINE void prefetch(const void *p) { __builtin_prefetch((const void *)((uintptr_t)p + 8192)); }
 
 // Returns the tally of n f32 numbers; n is a multiple of LANES, at most CHUNK. With `careful`, inf
-// and nan are counted and excluded from the sums; otherwise they show only in amax.
+// and nan are counted and excluded from the sums. Otherwise only amax, then F32_INF or more, tells
+// that there are some, and the sum of squares is not valid.
 VF_INLINE tally chunk_f32(const float *g, int n, bool careful)
 {
   enum { V = LANES / VF_LANES };

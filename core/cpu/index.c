@@ -9,8 +9,8 @@
 #include "simd.h"
 #include "rows.h"
 
-// Elements are summed in runs of this length, and then the sums of the runs are added. This keeps
-// rounding errors small.
+// sum_rows adds elements in runs of this length, and then adds the sums of the runs. This keeps
+// rounding errors small. The gradient of gather has no runs.
 enum { SUM_RUN = 32 };
 
 // ------------------------------------------------------------------ indices

@@ -1,11 +1,11 @@
 // Losses: cross entropy over the last dimension with its gradient, and mean squared error.
 // Called through the backend table; owns nothing.
 //
-// Cross entropy reads the logits once or, with label smoothing, twice. It finds the maximum and the
-// sum of exponentials together, tile by tile, and never stores the probabilities. With a soft cap,
-// each thread keeps a row of capped logits. The gradient reads the logits once and writes dlogits
-// once. Per-row results are summed in double in the order of the rows, so the result does not
-// depend on the number of threads.
+// Cross entropy reads the logits once or, with label smoothing, twice. With a soft cap, it reads
+// them once, because each thread keeps a row of capped logits. It finds the maximum and the sum of
+// exponentials together, tile by tile, and never stores the probabilities. The gradient reads the
+// logits once and writes dlogits once. Per-row results are summed in double in the order of the
+// rows, so the result does not depend on the number of threads.
 #include "simd.h"
 #include "rows.h"
 

@@ -2,7 +2,7 @@
 // with a mean of 0, so both share their loops; `centred`, a compile-time constant, tells them
 // apart. Called through the backend table; owns nothing.
 //
-// Rows stay in the first-level cache: memory is read once forward (x) and once backward (x and dy).
+// A row stays in the caches: memory is read once forward (x) and once backward (x and dy).
 // With a residual (`adds`, also a compile-time constant), the row is x + branch, rounded to the
 // format in which this sum is stored. dx then includes dsum, the gradient of the stored sum. Sums
 // over a row are in f32 within a tile and in double across tiles; the variance is taken about the
@@ -12,7 +12,7 @@
 #include "rows.h"
 
 enum {
-  BLOCK_ROWS = 32,                   // the fewest rows in a block of column sums
+  BLOCK_ROWS = 32,                   // the fewest rows in a block of column sums, except the last
   BLOCKS_MOST = 128,                 // the most blocks of a call
   BLOCK_FLOATS = 4 << 20,            // roughly the most floats of partial sums in a call
   COLUMN_CHUNK = 64                  // columns that a thread sums over the blocks at a time

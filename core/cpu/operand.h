@@ -1,7 +1,7 @@
 // Operands of elementwise kernels: any strides and broadcasting, read as tiles of f32 in the order
-// of the (contiguous) output. A tile of a dense f32 tensor is the tensor's own memory; everything
-// else is converted or gathered into a buffer that stays in the L1 cache. Included by kernel files
-// that take any strides, once per instruction set. Owns nothing.
+// of the (contiguous) output. A tile whose elements are contiguous in an f32 tensor is the tensor's
+// own memory; every other tile is converted or gathered into a buffer that stays in the L1 cache.
+// Included by kernel files that take any strides, once per instruction set. Owns nothing.
 #pragma once
 
 #include "rows.h"

@@ -4,15 +4,15 @@
 // core/params has checked that all formats are f32, f16 or bf16. The reference kernels are in
 // reference_optimizer.c.
 //
-// Except for Lion and spike_clip, formulas and the order of operations are those of PyTorch's
-// single-tensor optimizers. No product is fused with a sum, so that every instruction set gives the
-// same bits. Moments in bf16 are widened to f32. The update uses their new values unrounded and
-// rounds them once to store them. Masters in bf16 are widened in the same way; backend.optimize
-// describes their rounding.
+// Except for Lion, spike_clip and update_clip, formulas and the order of operations are those of
+// PyTorch's single-tensor optimizers. No product is fused with a sum, so that every instruction set
+// gives the same bits. Moments in bf16 are widened to f32. The update uses their new values
+// unrounded and rounds them once to store them. Masters in bf16 are widened in the same way;
+// backend.optimize describes their rounding.
 //
-// On request the pass also sums the squares of the weight changes, of the new weights and of the
-// new moments. The sums have a fixed order, so they do not depend on the number of threads. Only
-// these sums use vf_fma, so in the plain build they differ in the last bits.
+// On request the pass also sums the squares of the weight changes (before update_clip), of the new
+// weights and of the new moments. The sums have a fixed order, so they do not depend on the number
+// of threads. Only these sums use vf_fma, so in the plain build they differ in the last bits.
 #include "simd.h"
 
 #include "base/rng.h"

@@ -1,8 +1,9 @@
-// simd.h: one vector type for the CPU kernels. A kernel file is compiled three times, with
-// ENG_ISA_plain, ENG_ISA_avx2 or ENG_ISA_avx512 defined. This header gives each build float vectors
-// of 4, 8 or 16 lanes under the same names, conversions that are bit-equal to numerics.h, and
-// tiles: buffers of f32 through which one loop serves every mix of f32, f16 and bf16 tensors. The
-// elementary functions are in vmath.h. Included by the kernel files of cpu/ only. Owns nothing.
+// simd.h: one vector type for the CPU kernels. On x86-64, a kernel file is compiled three times,
+// with ENG_ISA_plain, ENG_ISA_avx2 or ENG_ISA_avx512 defined; elsewhere once, with ENG_ISA_plain.
+// This header gives each build float vectors of 4, 8 or 16 lanes under the same names, conversions
+// that are bit-equal to numerics.h, and tiles: buffers of f32 through which one loop serves every
+// mix of f32, f16 and bf16 tensors. The elementary functions are in vmath.h. Included by the kernel
+// files of cpu/ only. Owns nothing.
 //
 // vf   VF_LANES floats             vi   VF_LANES int32
 // vm   a mask, one flag per lane   vf16 VF_LANES numbers of 16 bits
@@ -352,8 +353,8 @@ VF_INLINE void vf_write(void *data, const int dtype, int64_t at, vf x, int n)
 }
 
 /// Copies n bytes to a result that is not read soon. If `to` and n are multiples of 64, as for most
-/// large tensors, the caches do not read the old contents first. Other threads may read the result
-/// after stream_end.
+/// large tensors, the caches do not read the old contents first, except in the plain build. Other
+/// threads may read the result after stream_end.
 VF_INLINE void stream(void *to, const void *from, size_t n)
 {
 #if !defined(ENG_ISA_plain)

@@ -5,7 +5,7 @@
 // overflow. As in PyTorch, a row with NaN or +inf yields NaN, and so does a row of only -inf.
 // logsumexp gives +inf for a row with +inf and no NaN, and -inf for a row of only -inf. In softmax,
 // a row of up to SHORT elements takes one exp per element and one read of memory. A longer row
-// takes two exps per element and two reads, and its second read comes from the caches.
+// takes two exps per element and two reads, and its second read usually comes from the caches.
 #include "simd.h"
 #include "rows.h"
 

@@ -5,7 +5,7 @@
 //   relu        keeps NaN; the gradient is dy if x > 0 or x is NaN; if x <= 0 it is 0, even where
 //               dy is not finite
 //   gelu, silu  NaN at -inf, where the formula gives -inf * 0, as in PyTorch; the slope is 0 at
-//               -inf and 1 at +inf, which are its limits
+//               -inf and 1 at +inf, which are its limits. The same holds for gelu_tanh
 //   hardswish   NaN at -inf; as in PyTorch, the gradient is 0 if x <= -3, and dy itself if x >= 3
 //               or x is NaN. Computed as x * (relu6(x + 3) / 6), which cannot overflow; PyTorch's
 //               (x * relu6(x + 3)) / 6 can

@@ -50,8 +50,8 @@ VF_INLINE vf vf_exp_split(vf hi, vf lo)
 VF_INLINE vf vf_exp(vf x) { return vf_exp_split(x, vf_zero()); }
 
 /// Returns exp(x) for an x that is neither +inf nor far above 0: callers pass -|x|, or an element
-/// minus the maximum or logsumexp of its row. This function is cheaper than vf_exp, as accurate,
-/// and underflows as gradually.
+/// minus the maximum or logsumexp of its row. On AVX-512 this function is cheaper than vf_exp, as
+/// accurate, and underflows as gradually; elsewhere it is vf_exp.
 VF_INLINE vf vf_exp_low(vf x)
 {
 #if defined(ENG_ISA_avx512)
