@@ -48,7 +48,7 @@ static rule rule_of(const eng_update *u, const eng_hyper *h)
 
 // The kinds of loop. Adam and AdamW share a loop, because they differ only in their constants. SGD
 // has three loops: without a momentum buffer, with a momentum buffer, and for the first update of
-// that buffer.
+// that buffer with dampening (param_span.starts).
 enum { LOOP_SGD, LOOP_MOMENTUM, LOOP_MOMENTUM_STARTS, LOOP_ADAM, LOOP_LION };
 
 // What a loop does besides the update. PLAIN does nothing else, WITH_NORMS computes norms, and

@@ -2,9 +2,10 @@
 // f64 and integers go to the reference kernels. Called through backend.kernel[]; owns nothing.
 //
 // A sum is taken in a fixed order. The elements of a tile (or of FLUSH rows) are added in f32
-// lanes. The sums of the tiles, and then of the pieces, are added in double. How a sum is cut into
-// pieces depends only on the shape and the strides, never on the number of threads. In max and min,
-// a NaN gives NaN, and the choice between -0 and +0 is unspecified.
+// lanes. The sums of the tiles, and then of the pieces, are added in double. A tile whose f32 sum
+// overflows is added again in double; FLUSH rows are not, so there an overflow gives Inf or NaN.
+// How a sum is cut into pieces depends only on the shape and the strides, never on the number of
+// threads. In max and min, a NaN gives NaN, and the choice between -0 and +0 is unspecified.
 #include "operand.h"
 #include "simd.h"
 #include "tasks.h"
