@@ -13,7 +13,7 @@
 #include "tasks.h"
 
 // A block has about BLOCK_ELEMENTS elements, but at least ROWS_LEAST and at most ROWS_MOST rows,
-// few enough to sum in f32.
+// few enough to sum in f32. The last block may have fewer.
 enum { BLOCK_ELEMENTS = 16384, ROWS_LEAST = 16, ROWS_MOST = 128,
        PARTS = 3 };                            // numbers that a block yields for each channel
 

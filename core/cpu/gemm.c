@@ -1,7 +1,7 @@
-// The CPU kernels of matmul, linear, mlp_gelu, and the products in their gradients. A kernel turns
-// its tensors into a gemm_call: transposes become strides, and batch dimensions that B lacks become
-// rows of A if the strides allow it. Then `run` picks the path. gemm.h lists the paths and their
-// guarantees. Called through the backend table; owns nothing.
+// The CPU kernels of matmul, linear, mlp_gelu, and the products and column sums in their gradients.
+// A kernel of a product turns its tensors into a gemm_call: transposes become strides, and batch
+// dimensions that B lacks become rows of A if the strides allow it. Then `run` picks the path.
+// gemm.h lists the paths and their guarantees. Called through the backend table; owns nothing.
 //
 // oneDNN is used only for bf16 on processors with AMX; elsewhere it was no faster. On Intel's
 // AVX-512 processors, the packed path was within a few percent of oneDNN's sgemm in f32. For bf16

@@ -1,5 +1,5 @@
-// Reference kernels that join and select: concat, gather, index_select, embedding and their
-// gradients, top-k, argmax. Elements that are only moved keep every bit. See reference.h.
+// Reference kernels that join and select: concat; gather, index_select, embedding and their
+// gradients; topk, argmax, argmin. Elements that are only moved keep every bit. See reference.h.
 //
 // Edge cases: NaN counts as the largest element in topk and argmax, and as the smallest in argmin
 // (a NaN is always found). Among equal elements, the first is taken. Called through reference.c.

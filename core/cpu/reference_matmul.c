@@ -1,5 +1,6 @@
-// Reference kernels for matmul, linear, mlp_gelu and the products in their gradients. Sums are in
-// double, in the order of k, and are rounded once. See reference.h. Called through reference.c.
+// Reference kernels for matmul, linear, mlp_gelu, and the products and column sums in their
+// gradients. Sums are in double, in the order of k or of the rows, and are rounded once. See
+// reference.h. Called through reference.c.
 #include "reference.h"
 
 // Adds the sum over k of a[m][k] * b[k][n] to acc[m][n]. a and b are given by their first element

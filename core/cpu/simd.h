@@ -467,8 +467,8 @@ static inline const float *tile_load(float *buffer, const void *src, int dtype, 
   return buffer;
 }
 
-/// Does the work of tile_load for elements that are `stride` apart. `first` and `stride` are in
-/// elements.
+/// Does the work of tile_load for n <= TILE elements that are `stride` apart. `first` and `stride`
+/// are in elements. Unless `stride` is 1, the result is `buffer`, also for f32.
 static inline const float *tile_gather(float *buffer, const void *src, int dtype, int64_t first,
                                        int64_t stride, int n)
 {
