@@ -1,5 +1,5 @@
 // Number formats: the kind of a dtype, and access to single elements in host memory as double or
-// int64. See dtype.c. Called by every folder.
+// int64. See dtype.c. Called by most folders.
 #pragma once
 
 #include "engine.h"

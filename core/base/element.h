@@ -1,7 +1,8 @@
 // Loads and stores single elements whose format is known only at run time, in every format but FP8.
 // A store of a double to a float format rounds once. An integer stored in an integer format wraps;
-// a float converted to an integer is truncated and saturated. Inline, so that gcc and nvcc compile
-// the same code. Used by dtype.c, which adds FP8, and by CUDA kernels.
+// a float converted to an integer is truncated and saturated. In bool, every value but 0 becomes 1.
+// Inline, so that gcc and nvcc compile the same code. Used by dtype.c, which adds FP8, and by CUDA
+// kernels.
 #pragma once
 
 #include "dtype.h"

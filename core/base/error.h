@@ -1,8 +1,8 @@
-// Errors: every function of the core that can fail returns an eng_status. On an error it leaves a
-// text in a buffer of the thread. The text says what was expected, what was given, where, and what
-// to do:
+// Errors: almost every function of the core that can fail returns an eng_status. On an error it
+// leaves a text in a buffer of the thread. The text says what was expected, what was given, where,
+// and what to do:
 //   "matmul: expected [.. x K] times [K x ..], got [4 x 3] and [5 x 3]; hint: transpose b"
-// Used by every folder; depends on none.
+// Used by every folder below main/; depends on none.
 #pragma once
 
 #include "engine.h"

@@ -1,5 +1,5 @@
-// The floating-point formats by name: the range of each format, and conversion of single numbers to
-// and from the small formats. Used by messages, tools and specs, through the FFI; kernels use
+// The number formats by name: the range of each format, and conversion of single numbers to and
+// from the small formats. Used by messages, tools and specs, through the FFI; kernels use
 // numerics.h and fp8.h directly.
 #include "engine.h"
 #include "numerics.h"
@@ -80,9 +80,9 @@ bool eng_format_get(eng_format *out, const char *name)
   return true;
 }
 
-// Returns the code of x in a format of the table, rounded to nearest even. NaN becomes the positive
-// quiet NaN or, in a format without NaN, the largest number, as in the cvt instructions of the
-// hardware.
+// Returns the code of x in a format of the table, rounded to nearest even. With exponent bits, NaN
+// becomes the positive quiet NaN or, in a format without NaN, the largest number, as in the cvt
+// instructions of the hardware. A format without a sign bit gets the code of |x|.
 static int64_t encode(const format *f, double x, int mode)
 {
   if (f->exponent_bits == 0) {   // saturates; NaN becomes 0

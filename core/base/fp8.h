@@ -1,6 +1,6 @@
 // Bit-exact conversions of single numbers to and from FP8 and related formats. Inline and without
-// libraries; numerics.h includes this file. The vector versions are tested against these functions
-// on every input.
+// libraries; numerics.h includes this file. The vector versions are tested against these functions,
+// as numerics.h says.
 //
 //             bits    bias  largest          smallest normal / subnormal   Inf      NaN
 //   e4m3      1-4-3   7     448     0x7E     2^-6   / 2^-9                 none     0x7F, 0xFF
@@ -8,14 +8,15 @@
 //   e5m6      1-5-6   15    65024   0x7BF    2^-14  / 2^-20                0x7C0    0x7C1-0x7FF
 //   ue8m0     0-8-0   127   2^127   0xFE     2^-127                        none     0xFF
 //
-// e5m6 is the top 12 bits of f16; ue8m0 holds powers of two, for scales.
+// e5m6 is the top 12 bits of f16; ue8m0 holds powers of two, for scales. Inf and, in e5m6, NaN also
+// have the codes with the sign bit.
 //
-// Conversion rounds the exact value once, to nearest even, from any source format. The results
-// equal those of __nv_cvt_double_to_fp8 (cuda_fp8.hpp) and ml_dtypes (float8.h, ConvertImpl).
-// Infinity overflows, and so does a number that rounds past the largest one (e4m3: |x| > 464, e5m2:
-// |x| >= 61440). The result of overflow is Inf, or NaN in formats without Inf, or the largest
-// finite number when saturating; it keeps the sign. -0 stays -0. NaN becomes +0x7F, as in the cvt
-// instructions of the hardware (e5m6: +0x7E0).
+// Conversion rounds the exact value once, to nearest even, from any source format. Except for NaN,
+// the results equal those of __nv_cvt_double_to_fp8 (cuda_fp8.hpp) and ml_dtypes (float8.h,
+// ConvertImpl). Infinity overflows, and so does a number that rounds past the largest one (e4m3:
+// |x| > 464, e5m2: |x| >= 61440). The result of overflow is Inf, or NaN in formats without Inf, or
+// the largest finite number when saturating; it keeps the sign. -0 stays -0. NaN becomes +0x7F, as
+// in the cvt instructions of the hardware (e5m6: +0x7E0).
 //
 // Stochastic rounding returns one of the two neighbours of |x|, with the sign of x. P(up) is the
 // distance of |x| from the lower neighbour, divided by the distance between the two. Rounding uses
@@ -32,7 +33,7 @@ enum { E4M3_MAX_CODE = 0x7E, E5M2_MAX_CODE = 0x7B, E5M6_MAX_CODE = 0x7BF };
 #define E5M6_MAX 65024.0f
 
 /// Rounds a double to f32 "to odd": toward zero, and sets the last bit if the result is inexact. A
-/// later rounding to fewer bits gives the same result as rounding the double directly.
+/// later rounding to at least two bits fewer gives the same result as rounding the double directly.
 ENG_INLINE float f32_odd_from_f64(double x)
 {
   float nearest = (float)x;
@@ -71,7 +72,7 @@ ENG_INLINE uint8_t e5m2_from_f64(double x, int mode)
 ENG_INLINE uint16_t e5m6_from_f64(double x, int mode)
 { return (uint16_t)small_from_f64(x, 6, 15, E5M6_MAX_CODE, 0x800, 0x7E0, mode); }
 
-// ---- from float, without doubles: used by kernels
+// ---- from float (e4m3 and e5m2 without doubles): used by kernels
 
 /// Rounds the magnitude of a finite float to nearest even in e4m3 (fraction 3) or e5m2 (fraction 2)
 /// and returns its code. Below the smallest normal number, adding 2^(23 + exponent of the smallest

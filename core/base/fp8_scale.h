@@ -23,7 +23,7 @@
 //     the fraction of the factor; scale = 1 / factor. A NaN in the block makes all of it NaN
 //   msamp   MS-AMP common/tensor/meta.py
 //     factor = 2^(floor(log2(largest / amax)) - margin), always a power of two; 1 where amax is 0,
-//     Inf or NaN
+//     Inf or NaN, and 2^127 where the quotient is infinite
 //
 // amax is the largest |x|. All rules but torchao's ignore NaN, as fmax and Triton's max do, so
 // their amax is NaN only if the caller passes NaN.
@@ -84,7 +84,7 @@ ENG_INLINE int fp8_exponent(float x)
   return exponent;
 }
 
-/// Returns the smallest power of two that is not below x, for a positive finite x.
+/// Returns the smallest power of two that is not below x, at most 2^127, for a positive finite x.
 ENG_INLINE float fp8_power_above(float x)
 {
   float power = fp8_power(fp8_exponent(x));
@@ -92,7 +92,8 @@ ENG_INLINE float fp8_power_above(float x)
 }
 
 /// Returns the factors of a block. amax: the block's largest magnitude, ignoring NaN (torchao: NaN
-/// if the block contains one). margin: an integer; the scale is multiplied by 2^margin.
+/// if the block contains one). margin: an integer; the scale is multiplied by 2^margin, unless the
+/// rule gives the factor 1 or (msamp) 2^127.
 ENG_INLINE fp8_scale fp8_scale_of(float amax, float largest, int rule, int power_of_two, float eps,
                                   int margin, float limit)
 {

@@ -1,6 +1,7 @@
 // A strict reader for small JSON of known structure, safe on untrusted headers: no recursion, no
-// allocation, no numbers except integers from 0 to 2^63-1, no NUL in strings. Each call states what
-// must come next; anything else is an ENG_ERR_FORMAT with the byte offset. Called by safetensors.c.
+// allocation, no numbers except integers from 0 to 2^63-1, no NUL in strings. Each call but
+// json_accept states what must come next; anything else is an ENG_ERR_FORMAT with the byte offset.
+// Called by safetensors.c.
 #pragma once
 
 #include "engine.h"

@@ -3,12 +3,12 @@
 // Called by the kernels of msamp_fp4 and by the checks in fp8/.
 //
 // Numbers are bf16, held in f32. Let `a` be the largest magnitude of a row after clamping. Then:
-//   factor of a row   S = 2^floor(log2(6 / a)); 1 if `a` is 0, Inf or NaN
+//   factor of a row   S = 2^floor(log2(6 / a)), at most 2^127; 1 if `a` is 0, Inf or NaN
 //   code of v         the e2m1 number nearest to v S, ties toward +Inf; Inf and NaN stay
 //   value of a code   code / S
-// The value of every code is exact in bf16. Clamping limits a row to the range between two of its K
-// elements. If the row is sorted in ascending order, with NaN last, these two have the indices
-// int((1 - clamp) K) and int(clamp K).
+// The value of every code is exact in bf16 unless it overflows. Clamping limits a row to the range
+// between two of its K elements. If the row is sorted in ascending order, with NaN last, these two
+// have the indices int((1 - clamp) K) and int(clamp K).
 #pragma once
 
 #include "engine.h"
@@ -40,8 +40,8 @@ ENG_INLINE float msamp_within(float v, float least, float most)
 ENG_INLINE float msamp_cut(float v, float c)
 { return v == c ? 0 : bf16_to_f32(bf16_from_f32(v - c)); }
 
-/// Returns the ue8m0 code of 1 / S for a row with this amax. 1 / S is 2^ceil(log2(amax / 6)), or 1
-/// if amax is 0, Inf or NaN.
+/// Returns the ue8m0 code of 1 / S for a row with this amax. 1 / S is 2^ceil(log2(amax / 6)), at
+/// least 2^-127, or 1 if amax is 0, Inf or NaN.
 ENG_INLINE uint8_t msamp_scale(float amax)
 {
   uint32_t bits = f32_bits(amax);

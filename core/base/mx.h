@@ -208,8 +208,8 @@ ENG_INLINE uint8_t mx_signed(uint32_t code, uint32_t x, mx_format f)
   return (uint8_t)(f.sign ? code | (negative ? (uint32_t)f.sign : 0) : negative ? 0 - code : code);
 }
 
-/// Returns the code of x, rounded to nearest even, as fp8_code_f32 (fp8.h) does, but for any
-/// format.
+/// Returns the code of x, rounded to nearest even as in fp8_code_f32 (fp8.h), but for any format of
+/// mx_format_of and saturating.
 ENG_INLINE uint8_t mx_code(float x, mx_format f)
 {
   uint32_t bits = f32_bits(x), magnitude = bits & 0x7FFFFFFFu;
@@ -235,8 +235,8 @@ ENG_INLINE uint8_t e2m1_code_down(float x)
 
 /// Rounds stochastically, as in Transformer Engine's software path. Computes the f32 sum
 /// |x| + u * d, where d is the distance between codes in x's binade, and truncates it to the code
-/// at or below it. u in [0, 1) holds `sr_bits` random bits. So P(up), the distance of |x| from the
-/// lower code divided by d, is rounded down to a multiple of 2^-sr_bits.
+/// at or below it, saturating. u in [0, 1) holds `sr_bits` random bits. So P(up), the distance of
+/// |x| from the lower code divided by d, is rounded down to a multiple of 2^-sr_bits.
 ENG_INLINE uint8_t mx_code_stochastic(float x, float u, mx_format f)
 {
   uint32_t bits = f32_bits(x), magnitude = bits & 0x7FFFFFFFu;
@@ -265,7 +265,8 @@ ENG_INLINE float mx_value(uint8_t code, mx_format f)
 }
 
 /// Q-EMA of TetraJet: rounds |x| to the code below it, or to the next code if `toward` (-toward if
-/// x is negative) is at least halfway between the two.
+/// x is negative) is at least halfway between the two. If |x| is not below the largest number or x
+/// is NaN, returns mx_code(x).
 ENG_INLINE uint8_t mx_code_toward(float x, float toward, mx_format f)
 {
   if (!(__builtin_fabsf(x) < f.largest)) return mx_code(x, f);

@@ -11,7 +11,8 @@
 // multiple of 2^(E - 25) (mxf4nvf4: 2^(E - 35)). The exact sum is truncated to f32, and -0 becomes
 // +0. Subnormal numbers have the smallest normal exponent. A zero term has the exponent -133 in
 // mxf8f6f4 and -139 in mxf4nvf4; E can be this exponent. A term of mxf4nvf4 is zero if all its
-// products are zero or a scale is zero. A NaN gives 0x7FFFFFFF. ue4m3 scales have no sign.
+// products are zero or a scale is zero. A NaN or two opposite infinities give 0x7FFFFFFF; otherwise
+// an infinite term gives that infinity. ue4m3 scales have no sign.
 #pragma once
 
 #include "mx.h"

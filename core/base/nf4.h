@@ -5,12 +5,13 @@
 // The elements of a tensor, in row-major order, form blocks. An element x is divided by `a`, the
 // absmax of its block, and rounded to the nearest of 16 numbers, ties to the lower number. The
 // quotient is computed as x * (1 / max(a, 1e-38)), or, in a last block that is not full, as x /
-// max(a, 1e-38). NaN has code 15 and makes its block NaN.
+// max(a, 1e-38). For such a last block, max(a, 1e-38) is also the absmax that is stored. NaN has
+// code 15 and makes its block NaN.
 //
-// Double quantization: `offset` is the mean of all absmaxes. The differences absmax - offset form
-// groups of 256; g is the largest magnitude in a group. Each difference is divided by g and rounded
-// to the nearest of 2^16 numbers from -1 to 1, then to the nearest of the 256 numbers of nf4_map.
-// The dequantized absmax is map[code] * g + offset.
+// Double quantization: `offset` is the mean of all absmaxes, unless the caller gives it. The
+// differences absmax - offset form groups of 256; g is the largest magnitude in a group. Each
+// difference is divided by g and rounded to the nearest of 2^16 numbers from -1 to 1, then to the
+// nearest of the 256 numbers of nf4_map. The dequantized absmax is map[code] * g + offset.
 #pragma once
 
 #include "numerics.h"

@@ -1,8 +1,10 @@
 // Bit-exact conversions of single numbers between formats. They round to nearest even, overflow to
-// infinity, and preserve subnormals, -0 and NaN (made quiet, with its sign and top payload bits).
-// Inline and without libraries, so that gcc and nvcc compile the same code. The vector versions in
-// cpu/simd.h and cuda/ are tested against these functions on every input. Included by most folders
-// of the core and by cuda/.
+// infinity, and preserve subnormals, -0 and NaN (with its sign and top payload bits; made quiet,
+// except from bf16 to f32). FP8 has rules of its own (fp8.h). Inline and without libraries, so that
+// gcc and nvcc compile the same code. The vector versions in cpu/simd.h and cuda/ are tested
+// against these functions on every input of 8 or 16 bits and, from f32, on every number and
+// midpoint of the target format, their neighbours and random bits. Included by most folders of the
+// core and by cuda/.
 #pragma once
 
 #include <stdint.h>
@@ -126,7 +128,7 @@ ENG_INLINE double double_from_int(int64_t value, int to_f64)
 
 /// Returns the number by which to multiply the gradients. `norm` is their norm after multiplication
 /// by `factor`. If this norm does not exceed `limit` (0: no limit), returns `factor`. Otherwise
-/// returns a smaller number, as PyTorch does, so that the norm is below `limit`.
+/// returns a smaller number, as PyTorch does, so that the norm is at most `limit`.
 ENG_INLINE double clip_factor(double factor, double norm, double limit)
 { return limit > 0 && norm > limit ? factor * limit / (norm + 1e-6) : factor; }
 

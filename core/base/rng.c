@@ -1,5 +1,5 @@
-// The generator's state. See rng.h; random.c fills tensors. Called by autograd/, fp8/, kernels and
-// Lua.
+// The generator's state. See rng.h; random.c fills tensors. Called by device/plugin.c, autograd/,
+// fp8/, kernels and Lua.
 #include "rng.h"
 
 static struct { uint64_t seed, counter; } state;

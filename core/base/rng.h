@@ -2,7 +2,8 @@
 // 1, 2, 3; SC 2011). A block of four 32-bit words is a pure function of seed and block number. So
 // every thread and device draws the same numbers in any order, and a resumed run draws the same
 // numbers as an uninterrupted run. The state is a seed and the number of blocks drawn. Owns that
-// state. Called by op.c, random.c and fp8/mx.c (take blocks), kernels (compute blocks) and Lua.
+// state. Called by op.c, random.c and fp8/mx.c (take blocks), kernels (compute blocks), plugin.c
+// (passes the seed to the card) and Lua.
 #pragma once
 
 #include "engine.h"

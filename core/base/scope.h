@@ -1,4 +1,4 @@
-// Variables that release what they own when their block ends. Used by every folder.
+// Variables that release what they own when their block ends. Used by most folders.
 #pragma once
 
 #include <stdlib.h>

@@ -1,6 +1,6 @@
 // Makes text of unknown origin (policies, scripts, files, other ranks) safe for terminals, logs and
-// HTML pages, and checks names. Called by the core's messages (error.c, json.c, policy/, dist/)
-// and, through lua/engine/base/show.lua, by everything that prints.
+// HTML pages, and checks names. Called by the core's messages (error.c, json.c, policy/, dist/,
+// main/) and, through lua/engine/base/show.lua, by everything that prints.
 #include "text.h"
 
 #include <stdio.h>
@@ -102,8 +102,8 @@ const char *eng_name_problem(const char *name, int64_t size)
 {
   static const char *const problems[] = {
     "is empty", "has more than 100 bytes",
-    "has a control character, a character that changes the direction of text, or bytes that are "
-    "not UTF-8"};
+    "has a control character, a character that breaks lines or changes the direction of text, or "
+    "bytes that are not UTF-8"};
   if (size == 0) return problems[0];
   if (size > ENG_NAME_BYTES) return problems[1];
   for (int64_t i = 0; i < size; i++)

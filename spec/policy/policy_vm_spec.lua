@@ -502,8 +502,8 @@ describe("a verdict", function()
     assert.has_error(function() load(
       "return { name = 'a\\27b', options = { init_scale = 1 }, " ..
       "decide = function(s) return s.scale end }") end,
-      "p.lua:1: 'name' has a control character, a character that changes the direction of text, " ..
-      "or bytes that are not UTF-8")
+      "p.lua:1: 'name' has a control character, a character that breaks lines or changes the " ..
+      "direction of text, or bytes that are not UTF-8")
   end)
 end)
 

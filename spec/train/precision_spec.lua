@@ -150,7 +150,8 @@ describe("a precision recipe", function()
       { "5", "precision: expected a name or a recipe table, got 5" },
       { "{}", "precision: expected a name or a recipe table, got an empty table" },
       { "{ name = 'a\\nb' }", "precision: the name 'a\\x0Ab' has a control character, a " ..
-        "character that changes the direction of text, or bytes that are not UTF-8" },
+        "character that breaks lines or changes the direction of text, or bytes that are not " ..
+        "UTF-8" },
       { "{ name = 'a', weights = 'bf16' }", "precision 'a': expected base to name the recipe " ..
         "that this table changes, got nothing; precisions: " .. unknown:match("precisions: (.*)") },
       { "{ name = 'a', base = 'fp32', weight = 'f16' }",
