@@ -1,5 +1,5 @@
 // The registry of devices and the current device. See backend.h. Owns both. Called by cpu.c,
-// params/, autograd/, fp8/, dist/ and Lua.
+// this folder, params/, autograd/, fp8/, dist/ and Lua.
 #include "backend.h"
 
 #include "base/error.h"

@@ -112,8 +112,8 @@ typedef struct backend {
   /// then becomes the new weights' rounding errors (0 where a weight is inf or nan).
   eng_status (*optimize)(const param_span *spans, int n, const eng_update *update);
 
-  /// Writes gradient * factor in f32 to target[i] for each span (target[i] may be the gradient
-  /// itself if that is f32). `found_inf` reports whether any product is inf or nan.
+  /// Writes gradient * factor / scale in f32 to target[i] for each span (target[i] may be the
+  /// gradient itself if that is f32). `found_inf` reports whether any product is inf or nan.
   eng_status (*unscale)(const param_span *spans, int n, double factor, float *const *target,
                         int *found_inf);
 
@@ -202,7 +202,7 @@ typedef struct backend {
 typedef struct backend_host {
   int32_t abi;                        // BACKEND_ABI; the plug-in rejects any other value
   eng_status  (*error)(eng_status status, const char *text);
-  void       *(*alloc)(arena_id id, int64_t bytes);   // in the current memory space
+  void       *(*alloc)(arena_id id, int64_t bytes);   // in SPACE_CUDA
   void        (*free)(arena_id id, void *piece, int64_t bytes);
   const char *(*tensor_text)(const tensor *x);
   bool        (*tensor_contiguous)(const tensor *x);
@@ -212,7 +212,8 @@ typedef struct backend_host {
 
 enum { BACKEND_ABI = 8 };
 
-/// The plug-in's only function. Returns NULL, with the error set, if there is no usable device.
+/// The plug-in's only function. Returns NULL if host->abi is not its own BACKEND_ABI or, with the
+/// error set, if there is no usable device.
 typedef const backend *backend_plugin(const backend_host *host);
 
 /// Return the current device, and the device called `name` (NULL, with the error set, if there is
@@ -227,8 +228,8 @@ void backend_use(const backend *device);
 
 /// Registers a built-in device. Called by a constructor in the device's folder.
 void backend_register(const char *name, const backend *(*get)(void));
-/// Return the devices "cpu", whose instruction set is selected once, and "reference". Defined and
-/// registered in cpu/.
+/// Return the devices "cpu", whose instruction set is selected at first use (eng_cpu_isa changes
+/// it), and "reference". Defined and registered in cpu/.
 const backend *backend_cpu(void);
 const backend *backend_reference(void);
 

@@ -1,5 +1,5 @@
 // Sums the per-tensor statistics of a gradient pass into the step's record, and computes the same
-// statistics of any tensor (eng_stats). Also defines the names of a verdict's actions. Called by
+// statistics of one tensor (eng_stats). Also defines the names of a verdict's actions. Called by
 // params/ after a pass, and by policy/, store/ and Lua.
 #include "gradstats.h"
 
@@ -20,7 +20,8 @@ void gradstats_sum(eng_record *record, const eng_tensor_stats *stats, int n, dou
   memset(record->hist, 0, sizeof record->hist);
   for (int k = 0; k < n; k++) {
     const eng_tensor_stats *s = &stats[k];
-    // the divisions are exact if the relative scale is a power of two
+    // the divisions are exact if the relative scale is a power of two and nothing overflows or
+    // underflows
     double relative = gradstats_relative_scale(s);
 #define ENG_COUNT(member)          record->member += s->member;
 #define ENG_SUM(member, power)     member += OVER_##power(s->member, relative);

@@ -1,6 +1,6 @@
 // The constants of an optimizer update, computed once for each group. The loops of the CPU and of
-// CUDA read them; reference_optimizer.c computes its own. Included by cpu/optimizer.c and
-// cuda/parameters/optimizer.cu.
+// CUDA read them; reference_optimizer.c computes its own. Included by cpu/optimizer.c,
+// cuda/parameters/optimizer.cu and, for has_trait, params/optimizer.c.
 #pragma once
 
 #include "engine.h"

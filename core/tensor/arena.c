@@ -1,7 +1,7 @@
 // Arenas: bump allocation in chunks, with one list of freed pieces for each exact size. See
 // arena.h. The host's chunks come from mmap. In another memory space, the arena gets its chunks
-// from the device through arena_source. If arena_source has a function `mark`, the arena calls it
-// for every allocation and release. This file never reads a piece, because the host may have no
+// from the device through arena_source. If arena_source has a function `mark`, the arena reports
+// allocated and freed pieces to it. This file never reads a piece, because the host may have no
 // access to it. Called by this folder, device/, params/, autograd/, fp8/, dist/, kernels and Lua.
 //
 //   chunk 0 [#### used ####|      free      ]   chunk 1 [...]

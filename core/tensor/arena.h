@@ -2,7 +2,7 @@
 // arena takes large chunks from the system and hands out 64-byte aligned pieces; the next request
 // of the same size reuses a freed piece. A training step requests the same sizes every time, so
 // after the first step nothing more is taken from the system. Owns all tensor memory. Called by
-// tensor.c, pool.c, device/, params/, autograd/ and dist/, and by kernels (scratch).
+// tensor.c, pool.c, device/, params/, autograd/, fp8/ and dist/, and by kernels (scratch).
 #pragma once
 
 #include "engine.h"

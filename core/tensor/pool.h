@@ -31,7 +31,7 @@ static inline int64_t pool_rounded(int64_t bytes)
 }
 
 /// Allocates a piece, contents undefined. *out is NULL if no gap is large enough and no further
-/// block is allowed. A piece larger than block_bytes gets its own block, if one is allowed.
+/// block is allowed. A new block has block_bytes, or the size of the piece if that is larger.
 /// Errors: MEMORY.
 eng_status pool_take(void **out, pool *from, int64_t bytes);
 void pool_give(pool *to, void *piece, int64_t bytes);

@@ -14,8 +14,8 @@ typedef struct storage {
   int32_t  references;      // tensors that use it
   int32_t  arena;           // arena_id; -1: memory owned elsewhere
   int32_t  space;           // memory space: SPACE_HOST, SPACE_CUDA
-  // counts the writes after creation: by scripts (fill, copy, random numbers), by optimizer
-  // updates, by messages from other ranks
+  // counts the writes after creation, such as writes by scripts, optimizer updates, messages from
+  // other ranks, and new roundings of a low-precision or FP8 copy
   uint32_t writes;
   int32_t  done;            // how many of the tensors that use it are `done`
   int32_t  segment;         // which checkpointed part of the tape computes it (tape.h); 0: none
@@ -88,7 +88,8 @@ eng_status tensor_view(tensor **out, tensor *x, int64_t offset, int ndim, const 
 eng_status tensor_wrap(tensor **out, int space, void *memory, int dtype, int ndim,
                        const int64_t *shape);
 /// Moves x to the memory of `home`, a tensor from tensor_wrap in x's memory space. The caller has
-/// already copied x's values there. Drops `home` and releases x's old memory.
+/// already copied x's values there. Drops `home` and releases x's old memory, which a view of x may
+/// still keep.
 void tensor_rehome(tensor *x, tensor *home);
 /// Drops a tensor. Its memory returns to the arena when the last view is dropped. NULL is allowed.
 void tensor_drop(tensor *x);
@@ -113,7 +114,8 @@ bool tensor_same_shape(const tensor *a, const tensor *b);
 /// Returns a shape as text, such as "[64 x 768]", or "[]" for a scalar. The text is in one of 8
 /// buffers of this thread, which are used in turn.
 const char *tensor_shape_text(int ndim, const int64_t *shape);
-/// Returns the dtype and shape of x as text, such as "f16 [64 x 768]", in the same buffers.
+/// Returns the dtype and shape of x as text, such as "f16 [64 x 768]". Takes two of the same
+/// buffers, so up to four such texts are valid at a time.
 const char *tensor_text(const tensor *x);
 
 /// Number of operations on the tape, maintained by autograd/tape.c. While it is above 0, memory to
