@@ -41,9 +41,10 @@ enum {
 /// Returns the code of x in a small format: "e4m3", "e5m2", "e5m6", "e5m6_tilekernels" (as
 /// TileKernels rounds), "ue8m0", "ue4m3" (of |x|), "e4m3_ieee" (with Inf), "f16", "bf16", "tf32",
 /// or a format that always saturates: "e2m1", "e2m3", "e3m2", "int8", "mxint8" (in units of 1/64).
-/// Rounds to nearest even. Bits of mode: 1 saturates; 2 rounds stochastically by the bits of
-/// `random` (e4m3 and e5m2). For "ue8m0" the mode is different: 0 rounds down to a power of two, 1
-/// rounds up, and 4 rounds to the nearest power, ties up. Returns -1 for an unknown format.
+/// Rounds to nearest even (except "e5m6_tilekernels"). Bits of mode: 1 saturates (except f16 and
+/// bf16); 2 rounds stochastically by the bits of `random` (e4m3 and e5m2). For "ue8m0" the mode is
+/// different: 0 rounds |x| down to a power of two, 1 rounds |x| up, and 4 rounds x to the nearest
+/// power, ties up. Returns -1 for an unknown format.
 int64_t eng_small_encode(const char *format, double x, int mode, uint32_t random);
 /// Returns the number that a code stands for, or NaN for an unknown format.
 double eng_small_decode(const char *format, uint32_t code);
@@ -58,8 +59,8 @@ enum { ENG_FP8_FORWARD = 0, ENG_FP8_DGRAD = 1, ENG_FP8_WGRAD = 2, ENG_FP8_PRODUC
 /// The form in which x is kept for dW. CODES: the codes of the forward product; if dW needs blocks
 /// along the other dimension, the values of these codes are quantized again. TRANSPOSED: codes of
 /// the transposed x, which the forward pass computes from x. E5M6: x in e5m6, in blocks of 1 x 128
-/// with power-of-two scales. SWIGLU: if x is the output of an fp8_swiglu of this site, x is not
-/// kept; fp8_swiglu keeps its inputs as codes in x's format, and x is recomputed from these codes.
+/// with power-of-two scales. SWIGLU: if x is the output of an fp8_swiglu that keeps its inputs as
+/// codes, in the format of its site's x, x is not kept and is recomputed from these codes.
 /// Any other x is kept as with CODES.
 enum {
   ENG_FP8_KEEP_CODES = 0, ENG_FP8_KEEP_TRANSPOSED = 1, ENG_FP8_KEEP_E5M6 = 2,
@@ -123,10 +124,10 @@ typedef struct eng_fp8_recipe {
 eng_status eng_fp8_site_new(int64_t *site, const char *name);
 void       eng_fp8_site_free(int64_t site);
 /// Returns an error if `recipe` is not valid for a layer: VALUE, SHAPE, or DTYPE (a format that is
-/// not allowed for its role).
+/// not allowed for its role or rule).
 eng_status eng_fp8_recipe_check(const eng_fp8_recipe *recipe);
-/// Sets the recipe of a site. NULL makes the site compute in high precision. Allowed only between
-/// steps. Errors: those of eng_fp8_recipe_check, STATE.
+/// Sets the recipe of a site. NULL makes the site compute in high precision. Allowed only while
+/// the tape has no operations. Errors: those of eng_fp8_recipe_check, STATE.
 eng_status eng_fp8_site_set(int64_t site, const eng_fp8_recipe *recipe);
 /// Delayed scaling: from now on, the role's scale is computed from `amax` instead of the measured
 /// amax. The role's block must be the whole tensor. If `amax` is 0, the scale is computed from the
@@ -141,21 +142,23 @@ eng_status eng_fp8_average(int64_t site, const eng_tensor *average);
 /// tensor contained one, -1 if nothing was quantized. Waits for the device. All sites share 4,096
 /// slots for amaxes on the device. When the slots are full, they are reused. Their amaxes are
 /// collected first if this function was called since the slots were last full; otherwise they are
-/// lost. So call this function once before the steps of interest.
+/// lost. So call this function before the steps of interest, and again before the slots fill up
+/// twice.
 eng_status eng_fp8_amax(double amax[3], int64_t site);
 
-/// Returns the accumulator that a microscaled layer used in its last pass, ENG_ACCUMULATE_FP32 or
-/// ENG_ACCUMULATE_BLACKWELL. Returns -1 if the layer has not run or is not microscaled.
+/// Returns the accumulator that a microscaled layer used in its last forward pass,
+/// ENG_ACCUMULATE_FP32 or ENG_ACCUMULATE_BLACKWELL. Returns -1 if the layer has not run or is not
+/// microscaled, or if there is no such site.
 int        eng_fp8_accumulator(int64_t site);
 
 /// Effects of quantization on the measured elements. Up to 2^16 elements of each tensor are
-/// measured, in evenly spaced whole rows.
+/// measured, in evenly spaced whole rows; of longer rows, the first one.
 typedef struct eng_fp8_meter {
   int64_t count, zeros;               // finite elements; zeros (0 or -0) among them
   int64_t underflow;                  // nonzero elements that became 0 or -0
   int64_t overflow;                   // elements too large for the format, which saturated
   int64_t nonfinite;                  // inf and nan; not in count
-  double  signal, error;              // sums of x^2 and of (x - dequantized x)^2
+  double  signal, error;              // sums of x^2 and, where finite, of (x - dequantized x)^2
   double  amax, least;                // largest |x|, smallest nonzero |x|; 0 if every x is 0
   double  scale_min, scale_max;       // of the blocks with a nonzero element; 0 if there are none
 } eng_fp8_meter;
@@ -165,9 +168,9 @@ void       eng_fp8_step(int64_t step);
 bool       eng_fp8_measure(bool on);
 /// Returns the measurements of each role since the last call.
 eng_status eng_fp8_meters(eng_fp8_meter meter[3], int64_t site);
-/// Returns how many bytes of memory the backward pass of the tape will read. Parameters do not
-/// count, and memory that several gradient rules read counts once. `fp8` receives how many of these
-/// bytes are FP8 codes and scales. Returns -1 if the host is out of memory.
+/// Returns how many bytes of the step's memory the gradient rules on the tape will read. Parameters
+/// and kept tensors do not count, and memory that several rules read counts once. `fp8` receives
+/// how many of these bytes are FP8 codes and scales. Returns -1 if the host is out of memory.
 int64_t    eng_tape_bytes(int64_t *fp8);
 
 #endif

@@ -1,5 +1,5 @@
-// Shape and dtype rules of quantize, dequantize, mx_*, nf4_* and fp8_matmul (ops.def). Called by
-// autograd/infer.c.
+// Shape and dtype rules of quantize, swiglu_quantize, dequantize, mx_*, hadamard, msamp_fp4, nf4_*
+// and fp8_matmul (ops.def). Called by autograd/infer.c.
 #include "base/error.h"
 #include "base/fp8_layout.h"
 #include "base/msamp_fp4.h"
@@ -16,7 +16,7 @@ static eng_status want_blocks(const op_call *c, int64_t rows, int64_t columns)
   if (rows >= 0 && columns >= 0 && rows <= 1ll << 40 && columns <= 1ll << 40) return ENG_OK;
   return error_set(
     ENG_ERR_VALUE,
-    "%s: expected blocks of 1 or more rows and columns (0 means the whole dimension), got %lld x "
+    "%s: expected blocks of 1 to 2^40 rows and columns (0 means the whole dimension), got %lld x "
     "%lld",
     op_name(c), (long long)rows, (long long)columns);
 }

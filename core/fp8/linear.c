@@ -110,7 +110,8 @@ static eng_status multiply(tensor **y, const fp8_site *s, int product, fp8_facto
 // ---- weights
 
 /// A parameter's FP8 copy. It is rebuilt after its source, its site, the recipe, w's factor of
-/// delayed scaling, the Hadamard signs or the site's average of w has changed.
+/// delayed scaling, the Hadamard signs, the site's average of w or its form (values or codes) has
+/// changed, and at every use while meters are on.
 typedef struct fp8_weight {
   params_derived derived;
   int64_t  site;
@@ -280,11 +281,13 @@ static eng_status check_shapes(const fp8_site *s, const op_call *c)
   const tensor *x = c->in[IN_X], *w = c->in[IN_W], *bias = c->in[IN_BIAS];
   bool fits = dtype_is_float(x->dtype) && dtype_is_float(w->dtype) && x->ndim >= 1 &&
               w->ndim == 2 && w->shape[1] == x->shape[x->ndim - 1];
-  FAIL_IF(!fits, ENG_ERR_SHAPE, "linear: expected x [.. x K] and a weight [N x K], got %s and %s",
-          tensor_text(x), tensor_text(w));
+  FAIL_IF(!fits, ENG_ERR_SHAPE, "linear: expected x [.. x K] and a weight [N x K], got %s and %s%s",
+          tensor_text(x), tensor_text(w), dtype_is_float(x->dtype) && dtype_is_float(w->dtype)
+            ? "" : "; both must be floating-point");
   if (bias && (!dtype_is_float(bias->dtype) || bias->ndim != 1 || bias->shape[0] != w->shape[0]))
-    return error_set(ENG_ERR_SHAPE, "linear: expected a bias of shape [%lld], got %s",
-                     (long long)w->shape[0], tensor_text(bias));
+    return error_set(ENG_ERR_SHAPE, "linear: expected a bias of shape [%lld], got %s%s",
+                     (long long)w->shape[0], tensor_text(bias),
+                     dtype_is_float(bias->dtype) ? "" : "; it must be floating-point");
   FAIL_IF(w->shape[1] == 0, ENG_ERR_SHAPE, "%s: expected x and a weight with rows of at "
           "least one element in FP8, got %s and %s", s->name, tensor_text(x), tensor_text(w));
   FAIL_IF(s->recipe.role[ENG_FP8_X].keep == ENG_FP8_KEEP_E5M6 && w->shape[1] % 8, ENG_ERR_SHAPE,
@@ -340,7 +343,7 @@ static bool same_role(const eng_fp8_role *a, const eng_fp8_role *b)
 
 /// Returns a recent linear layer whose codes of x this layer can share, or NULL. For example, gate
 /// and up of a SwiGLU can share codes. Both layers must read the same x with equal settings of the
-/// role x, and neither may use delayed scaling for x.
+/// role x, and neither may use microscaling, or stochastic rounding or delayed scaling for x.
 static const op_call *same_codes(const fp8_site *s, const tensor *x)
 {
   enum { BACK = 8 };

@@ -216,8 +216,8 @@ static eng_status check_mx_role(const eng_fp8_recipe *recipe, int role, const en
   FAIL_IF(!known || r->mx < 0 || r->mx > ENG_MX_RULES ||
           ((mx_is_nvfp4(r->mx - 1) || mx_is_fitted(r->mx - 1)) && r->format != ENG_FORMAT_E2M1),
           ENG_ERR_DTYPE, "expected the format e4m3, e5m2, e2m1, e2m3, e3m2 or mxint8 (only e2m1 "
-          "with the rules nvfp4, four_over_six, quest and ms_eden), got %s with the rule %s",
-          fp8_format_name(r->format), fp8_rule_name(r->mx - 1));
+          "with the rules nvfp4, four_over_six, quest and ms_eden), got %s with the rule %s "
+          "(number %d)", fp8_format_name(r->format), fp8_rule_name(r->mx - 1), r->mx - 1);
   FAIL_IF(!fits, ENG_ERR_VALUE, "expected blocks of 1 to 128 rows and columns (for e2m1, an even "
           "number of columns), got %d x %d (0 means the whole dimension)", r->block_rows,
           r->block_columns);

@@ -9,7 +9,7 @@
 typedef struct fp8_site {
   char    *name;
   bool     on;
-  uint32_t version;                      // version of the recipe
+  uint32_t version;                      // changes with the recipe, and with eng_fp8_average
   eng_fp8_recipe recipe;
   // the factor of delayed scaling; 0: the role is scaled by the tensor's current amax
   double   factor[ENG_FP8_ROLES];

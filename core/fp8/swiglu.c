@@ -1,6 +1,7 @@
-// SwiGLU before a linear layer in FP8. The tape keeps the two inputs of the SwiGLU only as FP8
-// codes. It does not keep the output, which the layer recomputes from these codes for dW
-// (DeepSeek-V3 report, section 3.3.3). The inputs are quantized like the layer's x.
+// SwiGLU before a linear layer in FP8. If the recipe keeps x as "swiglu", the tape keeps the two
+// inputs of the SwiGLU only as FP8 codes. It does not keep the output, which the layer recomputes
+// from these codes for dW (DeepSeek-V3 report, section 3.3.3). The inputs are quantized like the
+// layer's x, but to nearest and without delayed scaling.
 //
 // Fused swiglu and linear: if only the layer reads the output of the SwiGLU, the pass that computes
 // the output writes only its codes. The tape still holds two operations; the tensor between them
