@@ -1,6 +1,6 @@
 // Parameter sets: flat buffers of weights, gradients and low-precision weights. See engine.h.
-// Called by autograd/ (op.c: which low-precision copy to use; gradient.c: where a gradient goes),
-// fp8/, dist/ and the other files of this folder.
+// Called by autograd/ (for example op.c: which low-precision copy to use; gradient.c: where a
+// gradient goes), fp8/, dist/ and the other files of this folder.
 #pragma once
 
 #include "base/heap.h"
@@ -114,17 +114,17 @@ eng_status flat_new(flat_buffer **out, arena_id arena, const eng_params *set, co
                     bool own);
 /// Returns the size in bytes of a part with `count` elements; 0 if the dtype is negative.
 int64_t params_part_bytes(int64_t count, int dtype);
-/// Frees a buffer and sets the pointer to NULL. While the tape or a view still uses the buffer, its
-/// memory waits for flat_reclaim. *flat may be NULL.
+/// Frees a buffer and sets the pointer to NULL. While the tape has operations or a view uses the
+/// buffer, its memory waits for flat_reclaim. *flat may be NULL.
 void flat_release(flat_buffer **flat);
-/// Frees the released buffers that are no longer in use.
+/// Frees the released buffers that are no longer in use, if the tape has no operations.
 void flat_reclaim(void);
 
 /// Copies the numbers of a contiguous tensor into a contiguous tensor with as many elements in the
 /// same memory space. Rounds them to the dtype of `to`, on the device that owns the memory.
 eng_status params_cast(tensor *to, tensor *from);
-/// Rounds the master of a member into its low-precision weights, which must exist. With ZeRO-3,
-/// rounds only this rank's elements.
+/// Rounds the master of a member into its low-precision weights, which must exist. If they are
+/// fetched on use (params_fetched_on_use), rounds only this rank's elements.
 eng_status params_round(parameter *p);
 /// Sets *out to the low-precision weights of a member, which must exist. Rounds them again if a
 /// script has written to the master since the last rounding.
@@ -173,8 +173,8 @@ eng_status params_derived_outdated(parameter *p);
 /// Removes a member's derived copy from the table of divided weights (ZeRO-3), if the set has one.
 /// Call this before the copy is freed.
 void params_derived_freed(parameter *p);
-/// Ends the exchange of weights. This rank keeps its own elements; the values of the other elements
-/// become undefined.
+/// Ends the exchange of weights. This rank keeps its own elements and the elements in memory; the
+/// values of absent elements become undefined.
 void params_forget_parts(eng_params *set);
 
 /// Marks a member as having no gradient.

@@ -1,7 +1,8 @@
 // Gradient statistics that are requested and then fetched: in the same step in sync mode, a step
 // later in lagged mode. A GPU keeps the results until they are fetched. For a device that computes
 // statistics immediately, this file keeps the results, so that scripts see the same behaviour on
-// both kinds of devices. Owns eng_params.pending. Called by Lua and optimizer.c (lagged update).
+// both kinds of devices. Owns eng_params.pending. Called by Lua, optimizer.c (lagged update) and
+// params.c.
 #include "params.h"
 
 #include "base/error.h"
