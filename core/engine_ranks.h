@@ -36,7 +36,7 @@ const char *eng_comm_text(void);
 /// /usr/local/cuda/lib64/libnccl.so.2". Errors: LIBRARY; the text says what is missing.
 eng_status eng_comm_nccl(const char **text);
 /// Splits a group: the ranks that pass the same color form a new group, ordered by key, then rank.
-/// A rank that passes color -1 joins no group; *out is NULL.
+/// A rank that passes color -1 joins no group; *out is NULL. Errors: VALUE (a color below -1).
 eng_status eng_comm_split(eng_comm **out, eng_comm *parent, int color, int key);
 /// Frees a group. NULL and the world are allowed.
 void eng_comm_free(eng_comm *comm);
@@ -44,21 +44,25 @@ void eng_comm_free(eng_comm *comm);
 /// that names the missing ranks. 0 only queries. Returns the previous value.
 double eng_comm_timeout(double seconds);
 /// Ends this process's part in the job. This is the last call of a process, and is made
-/// automatically when the process exits. Code 0 waits for the other ranks; any other code ends the
-/// other ranks as well. Does nothing in a process that runs alone.
+/// automatically when the process exits. Code 0 waits for the other ranks, unless an exchange was
+/// abandoned after an error; any other code ends the other ranks as well. Does nothing in a process
+/// that runs alone.
 void eng_comm_end(int code);
 
 /// Waits until every rank of the group has called this function.
 eng_status eng_comm_barrier(eng_comm *comm);
-/// Copies `bytes` of host memory from rank `root` to all ranks of the group.
+/// Copies `bytes` of host memory from rank `root` to all ranks of the group. Errors: VALUE (no such
+/// rank).
 eng_status eng_comm_broadcast(eng_comm *comm, void *data, int64_t bytes, int root);
-/// Copies the values of a contiguous tensor in any memory from rank `root` to all ranks.
+/// Copies the values of a contiguous tensor in any memory from rank `root` to all ranks. Errors:
+/// SHAPE (not contiguous), VALUE (no such rank).
 eng_status eng_comm_broadcast_tensor(eng_comm *comm, const eng_tensor *x, int root);
 /// Gathers `bytes` from every rank, in order of ranks, into `all` [size x bytes].
 eng_status eng_comm_all_gather(eng_comm *comm, void *all, const void *own, int64_t bytes);
 /// Reduces `data` over the ranks, in place. `dtype` is f32, f64 or i64. `op` is ENG_SUM or ENG_MAX,
 /// where NaN exceeds every number. Sums have one fixed order (core/dist/comm.h): the same numbers
-/// give the same sum, bit for bit, on every rank and in every run. Errors: DTYPE.
+/// give the same sum, bit for bit, on every rank and in every run. Errors: DTYPE, VALUE (an unknown
+/// `op`).
 eng_status eng_comm_all_reduce(eng_comm *comm, void *data, int64_t count, int dtype, int op);
 
 /// An all-to-all of rows: sends rows of `from` [n x C] to the ranks of a group and receives their
@@ -68,18 +72,20 @@ eng_status eng_comm_all_reduce(eng_comm *comm, void *data, int64_t count, int dt
 /// `comm_dtype` (below); FP8 uses blocks along a row and turns inf into nan. Rows that stay on this
 /// rank are rounded in the same way. Adds to `facts` (may be NULL) the bytes sent to other ranks
 /// and, over finite numbers, the sums of squares of the sent numbers (`signal`) and of their
-/// rounding errors (`error`). Errors: SHAPE, VALUE.
+/// rounding errors (`error`). Tensors in host memory that already have the comm dtype are not
+/// rounded and leave `signal` and `error` unchanged. Errors: SHAPE, VALUE.
 typedef struct eng_exchange_facts { int64_t bytes; double signal, error; } eng_exchange_facts;
 eng_status eng_comm_exchange_rows(const eng_tensor *to, const eng_tensor *from, eng_comm *comm,
                                   const int64_t *send, const int64_t *receive, int comm_dtype,
                                   eng_exchange_facts *facts);
 
 /// Reduces the gradients of a parameter set over a group. Parameters are assigned to buckets. A
-/// bucket is sent as soon as backward has completed the gradients in it. Every rank sums one piece
-/// of each bucket: it receives this piece from the other ranks in the comm dtype, divides every
-/// term by the number of ranks, and adds in f32. The sums are sent back in the same comm dtype. All
-/// ranks send their buckets in the same order, beginning with the last parameters of the set. The
-/// memory for messages holds a few buckets; when it is full, backward waits for messages.
+/// bucket is sent as soon as backward has completed the gradients in it and all earlier buckets
+/// have been sent. Every rank sums one piece of each bucket: it receives this piece from the other
+/// ranks in the comm dtype, divides every term by the number of ranks, adds in f32, and rounds the
+/// sums to the comm dtype. Without `zero` the sums are sent back. All ranks send their buckets in
+/// the same order, beginning with the last parameters of the set. The memory for messages holds a
+/// few buckets; when it is full, backward waits for messages.
 typedef struct eng_parallel eng_parallel;
 /// The comm dtype: the format of messages. OWN: each gradient's own dtype. FP8: e4m3 in blocks of
 /// 128, each with a power-of-two scale.
@@ -111,7 +117,8 @@ typedef struct eng_parallel_options {
 /// between eng_parallel_begin and eng_parallel_finish. A gradient's memory is allocated when it is
 /// first written and freed when its bucket is sent. Only this rank's pieces of the sums are stored.
 /// eng_parallel_stats and updates read these pieces. eng_gradient, eng_params_stats and
-/// eng_params_unscale fail with STATE.
+/// eng_params_unscale fail with STATE. Errors: VALUE; STATE (the set has one already, or a
+/// reference backward pass is running); DEVICE (zero = 3 with weights on a card).
 eng_status eng_parallel_new(eng_parallel **out, eng_params *set, eng_comm *comm,
                             const eng_parallel_options *options);
 void eng_parallel_free(eng_parallel *parallel);
@@ -124,7 +131,8 @@ void eng_parallel_free(eng_parallel *parallel);
 enum { ENG_PASS_FIRST = 0, ENG_PASS_MORE = 1, ENG_PASS_ALONE = 2 };
 eng_status eng_parallel_begin(eng_parallel *parallel, int pass);
 /// Waits until all gradients are reduced. With `zero` the gradients of other ranks' pieces are
-/// unchanged.
+/// unchanged. After ENG_PASS_ALONE, reduces nothing. Errors: STATE (eng_parallel_begin was not
+/// called).
 eng_status eng_parallel_finish(eng_parallel *parallel);
 /// Cancels an unfinished reduction, after the step failed on this rank.
 void eng_parallel_cancel(eng_parallel *parallel);
@@ -150,9 +158,10 @@ int eng_parallel_flags(const eng_parallel *parallel, int rank, int index);
 /// its own pieces.
 eng_status eng_parallel_gather(eng_parallel *parallel);
 /// With zero = 3 all weights are on every rank at first. eng_parallel_leave drops the pieces of
-/// other ranks. From then on, an operation that reads a divided weight first drops all units that
-/// it does not read, and receives the weight's unit from the other ranks, which must run the same
-/// operation. It then starts to receive the unit that came next in earlier passes.
+/// other ranks. From then on, an operation that reads a weight of which this rank lacks pieces
+/// first drops all units that it does not read, and receives the weight's unit from the other
+/// ranks, which must run the same operation. It then starts to receive the unit that came next in
+/// earlier passes.
 /// Functions other than operations fail with STATE if they read a divided weight.
 /// eng_parallel_whole fetches all weights; until the next eng_parallel_leave they can be read, and
 /// written with the same values on all ranks. Every rank calls both functions, between two steps.
@@ -161,9 +170,9 @@ eng_status eng_parallel_whole(eng_parallel *parallel);
 /// With zero = 3: returns a checksum of the order in which this rank received units. The checksum
 /// must be the same on all ranks.
 uint32_t eng_parallel_order(const eng_parallel *parallel);
-/// With zero = 3: returns a one-dimensional f32 tensor of this rank's elements of parameter
-/// `index`. The tensor uses the weights' own memory and lives as long as the parameters. After
-/// writing to it, call eng_params_refresh.
+/// With zero = 3: returns a one-dimensional tensor, in the format of the master weights, of this
+/// rank's elements of parameter `index`. The tensor uses the weights' own memory and lives as long
+/// as the parameters. After writing to it, call eng_params_refresh. Errors: VALUE, STATE.
 eng_status eng_parallel_piece(eng_tensor *out, eng_parallel *parallel, int index);
 /// Reduces the f32 gradients of a reference backward pass (eng_params_reference_begin) and waits
 /// for the result.
@@ -189,8 +198,9 @@ void eng_parallel_last(eng_parallel_facts *out, const eng_parallel *parallel);
 /// Predicts, without starting ranks, what rank `rank` of `size` would store, and what it would send
 /// in a reduction and, with zero, to distribute updated weights. `rank` -1 stands for the rank that
 /// sums the most. `rooms` and, with zero = 3, the figures of weights are exact only if the tape
-/// holds exactly the operations of one step; all other figures are always exact.
-/// options->apart must be NULL.
+/// holds exactly the operations of one step. All other figures are exact if every parameter gets a
+/// gradient and messages are in host memory; messages between cards differ in `bytes` and
+/// `under_way`. options->apart must be NULL.
 typedef struct eng_parallel_sizes {
   int64_t buckets, messages, bytes, weight_messages, weight_bytes;
   int64_t own;                  // elements that this rank sums
@@ -203,16 +213,18 @@ typedef struct eng_parallel_sizes {
 } eng_parallel_sizes;
 eng_status eng_parallel_predict(eng_parallel_sizes *out, eng_params *set, int rank, int size,
                                 const eng_parallel_options *options);
-/// Measures the seconds that this process spends packing and summing in a reduction of the current
-/// gradients over `size` ranks; nothing is sent. Clears the gradients.
+/// Measures, as the shortest of three tries, the seconds that this process spends packing and
+/// summing in a reduction of the current gradients over `size` ranks; nothing is sent. Clears the
+/// gradients.
 eng_status eng_parallel_rehearse(double *seconds, eng_params *set, int size,
                                  const eng_parallel_options *options);
-/// Rounds n numbers to a comm dtype and back, in place.
+/// Rounds n numbers to a comm dtype and back, in place. Errors: VALUE (also for ENG_COMM_OWN).
 eng_status eng_comm_dtype_round(float *x, int64_t n, int comm_dtype);
 /// Reduces the gradients of several ranks within this process, with the kernels of the device that
 /// owns x. The rows of x [ranks x n], in f32, f16 or bf16, are packed, divided by the number of
 /// ranks, summed, and unpacked into out [n] of the same dtype; with `add`, the result is added to
-/// `out`. flags[ranks]: the bits of eng_parallel_flags except 1. Errors: SHAPE, DTYPE, VALUE.
+/// `out`. flags[ranks]: the bits of eng_parallel_flags except 1. Errors: SHAPE, DTYPE, VALUE,
+/// DEVICE.
 eng_status eng_comm_dtype_reduce(const eng_tensor *out, int *flags, const eng_tensor *x,
                                  int comm_dtype, bool add);
 

@@ -1,10 +1,10 @@
 // Groups of ranks and collective operations, made of messages between two ranks. comm.h gives the
 // order of sums.
 //
-// Small reductions use recursive doubling: log2(n) exchanges, after each of which both partners
-// hold the same sum. Large reductions take two exchanges. In the first, every rank receives its
-// piece from all other ranks and sums it. In the second, it sends this sum to all other ranks. Both
-// methods add in the same order.
+// Small reductions use recursive doubling: log2(n) exchanges for n = 2^k ranks (for other n, up to
+// two more), after each of which both partners hold the same sum. Large reductions take two
+// exchanges. In the first, every rank receives its piece from all other ranks and sums it. In the
+// second, it sends this sum to all other ranks. Both methods add in the same order.
 // Owns groups; reaches other ranks only through a group's transport and comm_wait.c. Called by Lua
 // and by the other files of this folder.
 #include "comm.h"
@@ -19,7 +19,7 @@
 
 enum { SMALL = 1 << 15,              // up to this many bytes, a reduction uses recursive doubling
        PIECE = 1024,                 // elements summed at a time: partial sums stay in the L1 cache
-       LEVELS = 24 };                // levels of partial sums: enough for 2^24 ranks
+       LEVELS = 24 };                // levels of partial sums: enough below 2^24 ranks
 
 // ------------------------------------------------------------------ groups
 

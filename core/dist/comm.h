@@ -59,7 +59,8 @@ typedef struct comm_host {
   eng_status (*error)(eng_status status, const char *text);
 } comm_host;
 
-/// The plug-in's only function. Returns NULL, with the error set, if the transport cannot start.
+/// The plug-in's only function. Returns NULL if host->abi is not its own COMM_ABI or, with the
+/// error set, if the transport cannot start.
 typedef const comm_transport *comm_plugin(const comm_host *host);
 
 struct eng_comm {
@@ -164,8 +165,9 @@ int comm_flags(uint32_t of_runs);
 typedef enum comm_stream { STREAM_HOST, STREAM_GRADIENTS, STREAM_ROWS, COMM_STREAMS } comm_stream;
 /// Decides whether data goes from card to card. Every rank of the world calls this before it sends
 /// data. `wanted`: this rank's data is on a card. Sets `cards` if the data of every rank is on a
-/// card, each rank has its own card, and NCCL is available. With ENGINE_NCCL=off `cards` is always
-/// false; with ENGINE_NCCL=on a false result is an error that gives the reason.
+/// card, each rank has its own card, and NCCL is available. With ENGINE_NCCL=off on any rank,
+/// `cards` is false. With ENGINE_NCCL=on, or if the ranks have no other connection, a false result
+/// is an error that gives the reason. A process that runs alone always gets false.
 eng_status comm_cards_decide(bool *cards, eng_comm *everybody, bool wanted);
 /// Returns the decision of the last comm_cards_decide, without communication.
 bool comm_cards(void);

@@ -6,7 +6,8 @@
 // results do not depend on which rank holds which expert. If the tensors already have the comm
 // dtype, and are in host memory or messages go from card to card, messages use the tensors' memory
 // directly. Otherwise the card packs the rows if messages go from card to card, and the host does
-// if not. Owns the buffers of messages on the host and on the card; they only grow. Called by Lua.
+// if not. Rows in f64 never go from card to card. Owns the buffers of messages on the host and on
+// the card; they only grow. Called by Lua.
 #include "comm.h"
 
 #include "device/backend.h"

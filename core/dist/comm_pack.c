@@ -1,6 +1,6 @@
 // Packs numbers into messages between ranks, and unpacks them. The comm dtype of a message is f32,
 // bf16, f16, or e4m3 in blocks with a power-of-two scale each. See comm.h. Called by the other
-// files of this folder and by the fake card of the specs.
+// files of this folder and by specs and their fake card.
 #include "comm.h"
 
 #include "device/backend.h"

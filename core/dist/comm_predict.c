@@ -1,7 +1,7 @@
 // Predicts the messages and memory of a reduction of gradients over a given number of ranks: lays
-// the buckets out for an imaginary group and counts their bytes. The contract is in
-// engine_ranks.h (eng_parallel_predict).
-// Called by Lua (engine plan).
+// the buckets out for an imaginary group and counts their bytes. Also measures this process's work
+// in a reduction. The contracts are in engine_ranks.h (eng_parallel_predict,
+// eng_parallel_rehearse). Called by Lua (engine plan).
 #include "comm_gradients.h"
 
 #include "base/error.h"

@@ -103,7 +103,7 @@ eng_status eng_parallel_histograms(eng_tensor_stats *stats, eng_parallel *p)
   return ENG_OK;
 }
 
-// ------------------------------------------------------------------ pieces of weights and moments
+// ------------------------------------------------------------------ pieces of weights
 
 /// Sends this rank's piece of member `index` to every other rank that holds the member, and
 /// receives the pieces of these ranks. `value`: all elements of the member, in host memory or, with

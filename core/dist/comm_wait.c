@@ -2,7 +2,7 @@
 // that exceeds the timeout ends the job with a message, so that a job never hangs silently.
 //
 // Owns the timeout, the watchdog thread and the world's group, which world.c fills.
-// Called by the other files of this folder.
+// Called by Lua and the other files of this folder.
 #define _GNU_SOURCE
 #include "comm.h"
 
