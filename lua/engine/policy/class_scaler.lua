@@ -24,8 +24,10 @@
 --                                   scaler:scale() or session:backward(). In a trainer they are the
 --                                   further results of the loss function, such as the attention
 --                                   maps of model:loss(x, y, { attention_maps = true })
---   set_scale(scale)                sets the scale; called when the class replaces another policy.
---                                   Without this method, the class starts with its own scale
+--   set_scale(scale)                sets the scale; called when the class replaces another policy,
+--                                   by scaler:update(scale) and by `engine attach`. Without this
+--                                   method, the class starts with its own scale, and the other two
+--                                   calls are errors
 --   unscale_gradients(optimizer)    unscales the gradients; engine.scaler then does not unscale
 --                                   them itself
 --   state_dict()                    returns the state for checkpoints, as plain data
@@ -198,7 +200,7 @@ end
 function ClassPolicy:tensors(names) self.names, self.array = names, nil end
 
 -- Returns decide()'s statistics as { name = eng_tensor_stats }, or nil if the class does not need
--- them. Calls with the same array return the same table.
+-- them or if decide() got none. Calls with the same array return the same table.
 function ClassPolicy:by_name(stats)
   if not stats or not self.names or bit.band(self.needs, C.ENG_NEED_TENSORS) == 0 then
     return nil

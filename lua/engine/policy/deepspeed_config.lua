@@ -6,7 +6,7 @@
 --   static with scale 1          if fp16 is disabled, or if bf16 is enabled and fp16 is not
 --   static with loss_scale       if loss_scale is not 0
 --   deepspeed_fused              if zero_optimization.stage is 0: DeepSpeed then ignores hysteresis
---   deepspeed                    otherwise, also if the stage is unknown (an fp16 block alone)
+--   deepspeed                    otherwise, also if there is no zero_optimization block
 -- The value "auto", which Hugging Face's transformers replaces at run time, counts as absent. If
 -- bf16 is not enabled, an fp16 block without the key `enabled` counts as enabled, because the user
 -- chose it as the policy.
@@ -38,7 +38,7 @@ local OWN = arguments.set_of "init_scale scale_factor strict"
 local function is_null(v) return v == nil or v == cjson.null end
 
 -- Returns the value of a key as a number or a boolean. Returns nil if the key is absent or its
--- value is "auto". `where(key)` is the prefix of error messages.
+-- value is null or "auto". `where(key)` is the prefix of error messages.
 local function read(block, key, where)
   local value = block[key]
   if is_null(value) or value == "auto" then return nil end
@@ -85,7 +85,8 @@ function M.translate(block, stage, where)
       fail_if(options[option] ~= nil and options[option] ~= value,
         "%sfp16 gives %s twice, as %s and as %s; keys that mean the same: %s", where(key), option,
         tostring(options[option]), tostring(value),
-        "loss_scale_window and scale_window, min_loss_scale and min_scale")
+        "initial_scale_power and init_scale, loss_scale_window and scale_window, " ..
+        "min_loss_scale and min_scale")
       options[option] = value
     end
   end
@@ -148,7 +149,8 @@ end
 
 --- Returns the name and the options of the policy that a decoded DeepSpeed configuration describes.
 --- config: the whole configuration or only its fp16 block. `changes`: keys that replace those of
---- the block. Error messages about a key begin with `where(key)`; others name the file `path`.
+--- the block. Error messages about a key begin with `where(key)`; others name the file `path`, if
+--- it is given.
 function M.from_table(config, changes, where, path)
   local lead = path and path .. ": " or ""
   fail_if(type(config) ~= "table",

@@ -5,8 +5,9 @@
 --            and `most`, the largest, for high precision
 --   amaxes   for each tensor (x, w and dy of each layer) the amax that sets its scale; nil: the
 --            tensor's own amax
--- Called by train/fp8_sites.lua, which applies the places, and by run/shadow.lua and
--- run/replay_fp8.lua, which compare them with the places of the run.
+-- Called by train/fp8_sites.lua, which applies the places, by run/shadow.lua and
+-- run/replay_fp8.lua, which compare them with the places of the run, by run/history_why.lua, and
+-- by train/fp8_recipe.lua for the roles.
 local M = {}
 
 M.roles = { "x", "w", "dy" }
@@ -31,7 +32,7 @@ end
 --- Combines the last verdicts of the policies in `list` into places. Each layer gets the highest
 --- rung that a policy chose, up to `most`. Each tensor gets the amax of the last policy that sets
 --- one. names: the names of the tensors, from prepare(). An amax above the largest f32 number and a
---- rung below 2 are ignored; the second result is a message about them.
+--- rung below 2 are ignored; the second result is a message about the last one of these, or nil.
 function M.places(list, names, most)
   local n, rungs, amaxes, problem = #names / 3, {}, {}, nil
   for i = 1, n do rungs[i] = 1 end
@@ -85,7 +86,7 @@ end
 local MOST_LAYERS = 4
 
 --- Returns the layers in `moved` by rung, as text: "high precision: a, b; rung 1 of the ladder: c;
---- the recipe: d, e and 5 more".
+--- the recipe: d, e, f, g and 5 more".
 function M.text(moved, most)
   local by, parts = {}, {}
   for path, rung in pairs(moved) do

@@ -4,7 +4,8 @@
 -- The gradients inside that layer are then multiplied by s instead of the global loss scale. The
 -- layer's relative scale is s divided by the global scale. Between two layers, the backward pass
 -- multiplies the gradient of the activations once by the ratio of the two layers' scales (grad_emit
--- in core/autograd/gradient.c). Used by trainers and scalers; replays and reports use M.of.
+-- in core/autograd/gradient.c). Used by trainers and scalers. replay.lua, curves.lua and
+-- tensorboard.lua of run/ and report/layers.lua use M.of.
 local M_ffi = require "engine.base.ffi"
 
 local C, check = M_ffi.C, M_ffi.check

@@ -99,7 +99,7 @@ end
 
 local out_text, out_bytes = ffi.new("const char *[1]"), ffi.new("int64_t[1]")
 
---- Returns the state and the last verdict as text. Equal states give equal bytes.
+--- Returns the state and the last good verdict as text. Equal states give equal bytes.
 function Policy:save()
   check(C.eng_policy_save(out_text, out_bytes, self.handle))
   return ffi.string(out_text[0], out_bytes[0])
@@ -114,8 +114,9 @@ end
 --- Resets the policy to its initial state.
 function Policy:reset() check(C.eng_policy_init(self.handle)) end
 
---- Takes over the state of the policy `old`. If `old` is a registered class, takes over only its
---- scale.
+--- Continues from the policy `old`: with the state that this policy's function `migrate` makes; or,
+--- without this function, with the old state if both policies have the same name; or else with a
+--- fresh state and the old scale, as it also does if `old` is a registered class.
 function Policy:take_over(old)
   if old.handle then check(C.eng_policy_migrate(self.handle, old.handle), true)
   else
@@ -135,10 +136,10 @@ function Policy:tensors(names, group_of, groups, scalable)
     #groups, scalable or false))
 end
 
---- The scale that the last verdict gives group i (from 1).
+--- The scale that the last good verdict gives group i (from 1).
 function Policy:group_scale(i) return C.eng_policy_group_scale(self.handle, i - 1) end
 
---- Whether the last verdict gives some group a separate scale.
+--- Whether the last good verdict gives some group a separate scale.
 function Policy:scales_groups() return C.eng_policy_scales_groups(self.handle) end
 
 --- Sets record.signals[name] to `value`, until the next call with this name.
@@ -189,7 +190,8 @@ function Policy:add_logs(all, i)
   return all
 end
 
---- Returns what the policy has printed since the last call, in lines "file:line: text", or nil.
+--- Returns the first 2048 bytes of what the policy has printed since the last call, in lines
+--- "file:line: text", or nil.
 function Policy:printed()
   local text = C.eng_policy_printed(self.handle)
   return text[0] ~= 0 and ffi.string(text) or nil
@@ -294,8 +296,8 @@ local function compile(source, file, options, path)
   return setmetatable(self, Policy)
 end
 
---- Whether a loss scale is in the range of normal f32 numbers; M.USABLE is this range as text. Any
---- other scale would corrupt the weights silently.
+--- Whether a loss scale is in the range of normal f32 numbers; M.USABLE is this range as text. In
+--- f32, other scales may lose bits or become 0 or inf.
 function M.usable(scale) return scale >= 2 ^ -126 and scale <= (2 - 2 ^ -23) * 2 ^ 127 end
 M.USABLE = "from 2^-126 to 3.4e38"
 
@@ -328,7 +330,8 @@ function M.register(name, class)
 end
 
 -- Splits "dynamic:growth_interval=500,init_scale=2^10" into the name "dynamic" and its settings.
--- Returns the name, and the options with the settings added as text.
+-- Returns the name, and the options with the settings added as text. Without settings, returns both
+-- arguments as they are.
 local function with_settings(source, options)
   local name, settings = source:match("^(.-):([%a_][%w_]*=.*)$")
   -- a setting without "=value": the loop below refuses it
@@ -395,7 +398,7 @@ end
 function M.load(source, options, kind)
   options = options or {}
   if type(options) ~= "table" then
-    error("policy: expected a table of options, got a " .. type(options), 2)
+    error("policy: expected a table of options, got " .. M_ffi.value_text(options), 2)
   end
   local good, result = pcall(loaded, source, options, kind)
   if not good then error(result, 2) end

@@ -12,8 +12,8 @@ local M = {
 }
 
 --- Publishes a number that policies read as record.signals[name], for example an attention entropy.
---- `rule`: how ranks combine their numbers, "mean" (the default), "max" or "sum"; a rank that has
---- not published the signal does not count.
+--- `rule`: how ranks combine their numbers, "mean" (the default), "max" or "sum"; nil keeps the
+--- rule of an earlier call. A rank that has not published the signal does not count.
 function M.publish(name, value, rule)
   if M_ffi.ffi.istype("int64_t", value) then value = tonumber(value) end   -- such as record.step
   if type(name) ~= "string" or type(value) ~= "number" then
