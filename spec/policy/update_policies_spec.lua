@@ -235,7 +235,7 @@ describe("a policy that acts on the update", function()
     refused({ policy = "dynamic", shadow = "update_clip", mode = "lagged" },
       "policy update_clip needs update_norm, which this run lacks: with mode=lagged")
     for _, name in ipairs { "adagc", "update_clip", "spam", "qk_clip" } do
-      helper.refuses("a scaler of an explicit loop makes no updates",
+      helper.refuses("a scaler of an explicit loop does not have",
         engine.scaler, { policy = name })
     end
   end)

@@ -106,6 +106,7 @@ describe("activations", function()
       engine.trainer, { model = lone, optimizer = engine.optim.sgd(lone),
       data = { next = function() end }, steps = 1,
       loss = function() end, policy = made.load(READS) })
-    refused("makes no updates", engine.scaler, { policy = made.load(READS) })
+    refused("which a scaler of an explicit loop does not have", engine.scaler,
+      { policy = made.load(READS) })
   end)
 end)

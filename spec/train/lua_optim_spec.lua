@@ -546,11 +546,11 @@ describe("register refuses", function()
   local uses = {
     { { lrr = 1 }, "unknown option 'lrr'; did you mean 'lr'?; options: decay groups how lr " ..
       "moments precision warm weight_decay" },
-    { { lr = "fast" }, "expected lr to be a number >= 0, got 'fast'" },
-    { { lr = 0 / 0 }, "expected lr to be a number >= 0, got " .. nan },
+    { { lr = "fast" }, "expected lr to be a finite number >= 0, got 'fast'" },
+    { { lr = 0 / 0 }, "expected lr to be a finite number >= 0, got " .. nan },
     { { warm = 1 }, "expected warm to be a boolean, got 1" },
     { { how = false }, "expected how to be a string, got false" },
-    { { weight_decay = -1 }, "expected weight_decay to be a number >= 0, got -1" },
+    { { weight_decay = -1 }, "expected weight_decay to be a finite number >= 0, got -1" },
     { { lr = 11 }, "expected lr of 10 or less, got 11" },
     { { groups = { { match = "x", warn = true } } },
       "group 1: unknown option 'warn'; did you mean 'warm'?" },

@@ -428,10 +428,11 @@ describe("an optimizer refuses", function()
     { "optim.sgd(net, { beta1 = 0.9 })",
       "optim.sgd: unknown option 'beta1'; options: dampening decay groups lr moments " ..
       "momentum nesterov precision weight_decay" },
-    { "optim.adam(net, { lr = -1 })", "optim.adam: expected lr to be a number >= 0, got -1" },
+    { "optim.adam(net, { lr = -1 })",
+      "optim.adam: expected lr to be a finite number >= 0, got -1" },
     { "optim.adam(net, { lr = 'fast' })",
-      "optim.adam: expected lr to be a number >= 0, got 'fast'" },
-    { "optim.adam(net, { lr = 0/0 })", "optim.adam: expected lr to be a number >= 0, got " ..
+      "optim.adam: expected lr to be a finite number >= 0, got 'fast'" },
+    { "optim.adam(net, { lr = 0/0 })", "optim.adam: expected lr to be a finite number >= 0, got " ..
       tostring(0 / 0) },
     { "optim.adam(net, { beta2 = 1 })", "optim.adam: expected beta2 to be in [0, 1), got 1" },
     { "optim.lion(net, { betas = { 0.9 } })",
@@ -439,8 +440,8 @@ describe("an optimizer refuses", function()
     { "optim.lion(net, { betas = 0.9 })",
       "optim.lion: expected betas to be a list of two numbers, got 0.9" },
     { "optim.adam(net, { eps = 0 })",
-      "optim.adam: expected eps to be a number no smaller than 2^-126 (smaller numbers may be 0 " ..
-      "in f32), got 0" },
+      "optim.adam: expected eps to be a finite number no smaller than 2^-126 (smaller numbers " ..
+      "may be 0 in f32), got 0" },
     { "optim.sgd(net, { nesterov = true })",
       "optim.sgd: nesterov needs a momentum above 0 and a dampening of 0, got momentum = 0 and " ..
         "dampening = 0" },
@@ -473,7 +474,7 @@ describe("an optimizer refuses", function()
     { "optim.sgd(net, { groups = { { match = 'x', momentun = 2 } } })",
       "optim.sgd: group 1: unknown option 'momentun'; did you mean 'momentum'?" },
     { "optim.sgd(net, { groups = { { match = 'x', lr_mul = -1 } } })",
-      "optim.sgd: group 1: expected lr_mul to be a number >= 0, got -1" },
+      "optim.sgd: group 1: expected lr_mul to be a finite number >= 0, got -1" },
     { "optim.sgd(net, { groups = { { match = 'weigth$', lr_mul = 2 } } })",
       "optim.sgd: group 1: match = 'weigth$' matches no parameter; did you mean 'weight'?; " ..
       "parameters: weight bias" },

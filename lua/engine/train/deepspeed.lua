@@ -80,7 +80,7 @@ local PASSED = "run resume restart_data checkpoint_every log data state"   -- op
 --- pass. engine:step() returns what session:step returns, with action "accumulate" between updates.
 --- engine:close() ends the run. The engine runs on one rank only. A `scheduler` is refused, because
 --- the loop assigns optimizer.lr. A line of output names the keys of the configuration that are not
---- used.
+--- in the list USED above.
 function M.initialize(given)
   local o = tensor.read_named(given, "deepspeed.initialize",
     "model config optimizer policy steps " .. PASSED)
@@ -144,8 +144,8 @@ function Engine:backward(loss)
   self.session:backward(self.every > 1 and tensor.is_tensor(loss) and loss / self.every or loss)
 end
 
---- Ends a micro-batch. After the last micro-batch of a step, makes the update, frees the step's
---- tensors and returns what session:step returns. After any other micro-batch, returns
+--- Ends a micro-batch. After the last micro-batch of a step, makes or skips the update, frees the
+--- step's tensors and returns what session:step returns. After any other micro-batch, returns
 --- { skipped = false, action = "accumulate" }.
 function Engine:step()
   self.micro = self.micro + 1

@@ -43,7 +43,7 @@ end
 
 local function whole(v, where, what)
   arguments.want_whole(v, where, what)
-  expect(math.abs(v) < 2 ^ 31, v, "%s: expected %s within +-2^31", where, what)
+  expect(math.abs(v) < 2 ^ 31, v, "%s: expected %s to be below 2^31 in magnitude", where, what)
   return v
 end
 

@@ -163,8 +163,8 @@ function M.attach(model, full, list)
     if not self.by_path[path ~= "" and path or "linear"] then self.high[#self.high + 1] = path end
   end
   raise_if(#self.list == 0, "precision '%s': no linear layer is in FP8: the model has no linear " ..
-    "layer, or high, high_first and high_last exclude all of them, or nn.lora stores them in " ..
-    "e4m3 or nf4", full.name)
+    "layer, or high, high_first, high_last and layers exclude all of them, or nn.lora stores " ..
+    "them in e4m3 or nf4", full.name)
   self.sample, self.rungs, self.paths = fp8.sample or 100, #(fp8.ladder or {}) + 2, {}
   for i, site in ipairs(self.list) do self.paths[i] = site.path end
   self.told = self:places().rungs
@@ -333,9 +333,9 @@ end
 --- factor on the gradients of the next step. `logs`: what the loss-scaling policy logged, { name =
 --- number }, or nil. Returns one table with `logs` and with what the FP8 policies logged; if a name
 --- is already in the table, the policy's entry is called POLICY.NAME. verdict: the step's verdict,
---- or nil; if an FP8 policy fails, the verdict is marked as failed. swaps: the Swap of
---- run/swap.lua, or nil; if a policy that was just swapped in fails, `swaps` brings the old policy
---- back.
+--- or nil; if an FP8 policy fails, or a part of its decision is ignored (fp8_verdict.places), the
+--- verdict is marked as failed. swaps: the Swap of run/swap.lua, or nil; if a policy that was just
+--- swapped in fails, `swaps` brings the old policy back.
 function Sites:decide(record, gradient, logs, verdict, swaps)
   if #self.policies == 0 then return logs end
   local function fail(text)
@@ -470,8 +470,9 @@ end
 
 --- Returns the last meters: a list of { site, role, step, snr (dB), underflow, overflow, zeros
 --- (fractions), amax, least (the smallest nonzero magnitude), range (log2 of amax / least),
---- scale_min, scale_max }. Magnitudes and scales are without the loss scale. match: a pattern of
---- module paths. step: only the meters of this step.
+--- scale_min, scale_max, count (measured elements), nonfinite (elements that are inf or nan), and
+--- peak, power and asked as in History:fp8 }. Magnitudes and scales are without the loss scale.
+--- match: a pattern of module paths. step: only the meters of this step.
 function Sites:meters(match, step)
   if match ~= nil then
     arguments.want_pattern(match, "meters", "match to be a Lua pattern of module paths")

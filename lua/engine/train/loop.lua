@@ -167,7 +167,8 @@ function M.show(self, outcome, record, verdict, rate)
 end
 
 -- Carries out a verdict of `rollback`: goes back to the weights of an earlier checkpoint, keeps the
--- policy's state, and skips as many steps of the data as the verdict asks.
+-- policy's state, and skips as many steps of the data as the verdict asks. If there were too many
+-- rollbacks or there is no such checkpoint, shows and records why, and the run continues.
 local function roll_back(self, outcome)
   local wish, files, step = outcome.rollback, self.run_files, outcome.rollback.step
   outcome.rollback = nil
@@ -375,10 +376,12 @@ function M.finish(self, outcome, good, message)
   return summary
 end
 
---- Trains until `steps` attempts are made, the policy stops the run, or the user interrupts.
---- Returns a summary: { steps, made (by this call), updates, skipped, loss, scale, tokens_per_s,
---- stopped = reason or nil, lost = results that could not be written or nil, status (docs/runs.md),
---- path }.
+--- Trains until `steps` attempts are made, the policy or an attached client stops the run, the run
+--- is lost (the option on_lost), the policy fails too often (on_policy_error), or the user
+--- interrupts. Returns a summary: { steps, made (by this call), updates, skipped, retries, loss,
+--- scale, tokens_per_s, stopped = reason or nil, lost = results that could not be written or nil,
+--- status (docs/runs.md), path, rows (for a plot), references and reference_s (the number of
+--- reference backward passes and their seconds, or nil) }.
 function M.run(self)
   local outcome = M.start(self)
   self.model:train()

@@ -28,7 +28,8 @@ local function want_batch(batch, name)
     local value = type(batch) == "table" and batch[key]
     if not tensor.is_tensor(value) then
       raise("%s: expected a batch with tensors x and y, got %s", name, type(batch) ~= "table"
-        and value_text(batch) or "the fields " .. table.concat(nearest.keys(batch), " "))
+        and value_text(batch) or ("%s as %s, and the fields %s"):format(value_text(value), key,
+        table.concat(nearest.keys(batch), " ")))
     end
   end
 end

@@ -150,8 +150,9 @@ local function measured(opt, loss)
   return all, tonumber(fp8_bytes[0]), rows_of
 end
 
---- Returns rows { role, predicted, measured } in bytes. loss: a function that returns a loss, or
---- nil. With a loss, the call ends the step.
+--- Returns rows { role, predicted, measured } in bytes, also by the names of the roles. All that is
+--- kept for the backward pass has no prediction. loss: a function that returns a loss, or nil. With
+--- a loss, the call ends the step.
 function M.new(opt, loss)
   local kept_all, kept_fp8, rows_of
   if loss then kept_all, kept_fp8, rows_of = measured(opt, loss) end

@@ -85,11 +85,11 @@ local function first_need(policy)
   end
 end
 
---- Returns why the scaler of an explicit loop (scaler.lua) cannot use a policy, or nil. A scaler
---- makes no updates, so it meets none of NEEDS.
+--- Returns why the scaler of an explicit loop (scaler.lua) cannot use a policy, or nil. A scaler's
+--- policy decides after the updates, and a scaler watches no modules, so it meets none of NEEDS.
 function M.scaler_refusal(policy)
   local need = first_need(policy)
-  return need and ("policy %s needs %s, and a scaler of an explicit loop makes no updates; " ..
+  return need and ("policy %s needs %s, which a scaler of an explicit loop does not have; " ..
     "hint: engine.trainer"):format(policy.name, need)
 end
 
@@ -119,7 +119,7 @@ end
 
 --- Returns why a policy cannot be used in this run, or nil. Possible reasons: the policy's scales
 --- are outside f32's range, the run lacks statistics or verdict fields that the policy needs, or
---- the policy does not work with mode = "lagged" or graph = true.
+--- the policy does not work with mode = "lagged", with graph = true or in a session.
 function M.policy_refusal(trainer, policy)
   local unusable = policies.unusable(policy, #trainer.groups.groups)
   if unusable then return unusable end

@@ -37,9 +37,9 @@ local function within(v, least, below) return type(v) == "number" and v >= least
 
 -- The ranges of hyperparameters in core/optimizers.def: in words for messages, and a test.
 local RANGES = {
-  not_negative = { "to be a number >= 0", function(v) return within(v, 0, math.huge) end },
+  not_negative = { "to be a finite number >= 0", function(v) return within(v, 0, math.huge) end },
   below_one = { "to be in [0, 1)", function(v) return within(v, 0, 1) end },
-  normal = { "to be a number no smaller than 2^-126 (smaller numbers may be 0 in f32)",
+  normal = { "to be a finite number no smaller than 2^-126 (smaller numbers may be 0 in f32)",
     function(v) return within(v, 2 ^ -126, math.huge) end },
   boolean = { "to be true or false", function(v) return type(v) == "boolean" end },
 }
@@ -69,9 +69,9 @@ local Optimizer = {}
 Optimizer.__index = nearest.guard_elsewhere(Optimizer, "an optimizer")
 
 -- Splits parameters into groups. options.groups is a list of { match = pattern or function(name,
--- tensor), lr_mul =, overrides ... }, and the first match wins. decay = "matrices" applies no
--- weight decay to parameters of fewer than two dimensions. Returns a list of the groups'
--- hyperparameters, and the number (from 0) of each parameter's group.
+-- tensor), lr_mul =, label =, overrides ... }, and the first match wins. decay = "matrices" applies
+-- no weight decay to parameters of fewer than two dimensions that no group matches. Returns a list
+-- of the groups' hyperparameters, and the number (from 0) of each parameter's group.
 local function make_groups(name, list, options, defaults)
   local groups, group_of = {}, M_ffi.new("int32_t[?]", math.max(#list, 1))
   local function add(overrides, label, number)
@@ -250,11 +250,11 @@ end
 
 --- engine.optim.adamw(model [, options]): makes an optimizer over the parameters of a module, or
 --- over a list of tensors. Options of every optimizer: lr, weight_decay, precision (a recipe),
---- moments ("f32", "bf16"), groups, decay ("matrices": no weight decay on vectors). One update
---- unscales and clips the gradients, and moves and rounds the weights. With precision
---- "bf16_stochastic" or "bf16_kahan" (fused optimizers) the weights are bf16 themselves, without
---- f32 masters (docs/numerics.md). In the list, the first value in parentheses after an option is
---- its default, and `fused` means that an update is one kernel of the core.
+--- moments ("f32", "bf16"), groups, decay ("matrices": no weight decay on vectors that no group
+--- matches). One update unscales and clips the gradients, and moves and rounds the weights. With
+--- precision "bf16_stochastic" or "bf16_kahan" (fused optimizers) the weights are bf16 themselves,
+--- without f32 masters (docs/numerics.md). In the list, the first value in parentheses after an
+--- option is its default, and `fused` means that an update is one kernel of the core.
 ---   sgd      fused; more options: momentum (0), dampening (0), nesterov (false); lr 1e-2
 ---   adam     fused; more options: beta1 (0.9), beta2 (0.999), eps (1e-8); weight decay is added to
 ---            the gradient; lr 1e-3
@@ -267,7 +267,7 @@ end
 ---            "none"), ns_steps (5), ns_dtype ("bf16"; or "f32"), ns_a, ns_b, ns_c, ns_eps; beta1,
 ---            beta2, eps of AdamW; weight decay 0.1; lr 1e-3
 ---   adafactor  more options: beta2_decay (-0.8), eps1 (2^-23), eps2 (1e-3), d (1); the rate is
----            min(lr, 1/sqrt(t)) times the RMS of the weights; lr 1e-2
+---            min(lr, 1/sqrt(t)) times the RMS of the weights, at least eps2; lr 1e-2
 ---   coat     as adamw, with moments in FP8, whose range is expanded separately in each group of
 ---            128 elements (COAT): 2.2 bytes of state an element
 ---   stableadamw  as adamw, with beta2 0.99 and eps 1e-6; divides a tensor's rate by the RMS of

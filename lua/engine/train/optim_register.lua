@@ -86,8 +86,9 @@ function M.read(name, given)
     buffers = buffers_in_order(name, given.buffers or {}) }
 end
 
---- Raises an error unless the values of an optimizer's hyperparameters have their defaults' types
---- and satisfy the specification's own check. `where` begins the message.
+--- Raises an error unless the values of an optimizer's hyperparameters have their defaults' types,
+--- numbers are finite, and the values satisfy the specification's own check. `where` begins the
+--- message.
 function M.check_values(spec, values, where)
   for key, default in pairs(spec.defaults) do
     local value = values[key]

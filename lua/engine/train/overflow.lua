@@ -162,8 +162,9 @@ end
 --- Handles a step that overflowed. Runs the step again if the option `trap` asks for this at every
 --- overflow, or if the run is stuck: the policy stops it, or keeps the scale through repeated
 --- overflows. If the run is stuck, shows advice. The advice has no finding if the step cannot run
---- again (with a delay of 1, or in a session), or if only the sum over ranks overflowed. Every rank
---- runs the step again, and the rank whose batches overflowed shows and records the result.
+--- again (with a delay of 1, in a session, or after an error in the pass), or if only the sum over
+--- ranks overflowed. Every rank runs the step again. The first rank whose batches overflowed, or
+--- else rank 0, shows and records the result.
 function Overflows:look(record, verdict)
   local trainer = self.trainer
   local culprit = trainer.reducer:culprits()[1]

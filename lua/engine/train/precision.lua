@@ -41,7 +41,7 @@ M.recipes = {
   -- summed in f32.
   bf16 = { weights = "bf16", activations = "bf16", residual = "bf16", norm = "bf16", wide = "f32",
     weight_gradients = "f32", norm_gradients = "f32", moments = "f32", scaled = false },
-  -- Gradients are stored in fp16: beyond 65504 they become inf, and below 2^-25 zero. The recipe
+  -- Gradients are stored in fp16: from 65520 on they become inf, and up to 2^-25 zero. The recipe
   -- therefore needs a loss scale.
   fp16 = { weights = "f16", activations = "f16", residual = "f16", norm = "f16", wide = "f32",
     weight_gradients = "f16", norm_gradients = "f32", moments = "f32", scaled = true },
@@ -306,8 +306,8 @@ local function checksum_of(full)
   return ("%08x"):format(C.eng_crc32c(0, text, #text))
 end
 
---- Returns the full recipe for a name or a table. Missing fields of a table come from its `base`.
---- The field `checksum` differs between different recipes of the same name.
+--- Returns the full recipe for a name or a table (nil: fp32). Missing fields of a table come from
+--- its `base`. The field `checksum` tells recipes of the same name apart (checksum_of).
 function M.resolve(recipe)
   if formats_of[recipe] ~= nil then return recipe end
   if recipe == nil then recipe = "fp32" end

@@ -103,7 +103,8 @@ end
 
 -- Returns an optimizer's entry, which lasts until the next update(): { opt, stage, record, stats }
 -- and three booleans. inspect() sets checked (the optimizer has gradients) and found (some of them
--- are inf or nan); step() sets stepped (the optimizer made an update).
+-- are inf or nan); unscale() also sets found, if some become inf; step() sets stepped (the
+-- optimizer made an update).
 local function entry_of(self, opt, what)
   expect(type(opt) == "table" and opt.params ~= nil and opt.step, opt,
     "scaler:%s: expected an optimizer of engine.optim", what)
@@ -130,7 +131,8 @@ end
 
 local out_found = ffi.new("int[1]")
 
---- Divides the optimizer's gradients by the scale, so that the loop can read and clip them.
+--- Divides the optimizer's gradients by the scale, so that the loop can read and clip them. If a
+--- loss scaler class has unscale_gradients, calls this method instead.
 function Scaler:unscale(opt)
   local entry = entry_of(self, opt, "unscale")
   if not self.enabled then return end
@@ -274,10 +276,10 @@ local function too_late(verdict, stepped, overflow)
 end
 
 --- Ends the step: the policy reads the statistics of the optimizers' gradients and decides on the
---- next scale. Returns the policy's verdict. If `new_scale` is a number, it becomes the scale
---- instead, the policy's counters do not change, and the result is nil. A verdict of retry, stop or
---- rollback raises an error. Once an optimizer has stepped, a clip, an lr_mul or a skip without an
---- overflow also raises an error.
+--- next scale. Returns the policy's verdict, or nil if the scaler is disabled. If `new_scale` is a
+--- number, it becomes the scale instead, the policy's counters do not change, and the result is
+--- nil. A verdict of retry, stop or rollback raises an error. Once an optimizer has stepped, a
+--- clip, an lr_mul or a skip without an overflow also raises an error.
 function Scaler:update(new_scale)
   if not self.enabled then return nil end
   need_scale(self, "update")

@@ -39,9 +39,9 @@ Trainer.run, Trainer.loss_note, Trainer.summary_text = loop.run, loop.loss_note,
 
 --- Makes one step. Returns a record and the verdict on it, which are valid until the next step.
 --- With a delay of 0 (mode = "sync"), both belong to this step, and the policy decides before the
---- update. With a delay of 1 ("lagged"), both belong to the step before (nil at the first step), so
---- the host never waits for work that was queued in this step. The device itself skips an update
---- that overflowed.
+--- update. With a delay of 1 ("lagged"), both belong to the step before (nil at the first step and
+--- after drain()), so the host never waits for work that was queued in this step. The device itself
+--- then skips an update that overflowed.
 --- * On several ranks in sync mode, the pass of (4) runs later, as a part of (5): in
 --- reducer:record, each rank reads its own part of the gradients.
 function Trainer:step()
@@ -57,7 +57,7 @@ function Trainer:step()
     due, self.pending = self.pending, s
   end
   local record, verdict
-  if due then record, verdict = self:settle(due) end       -- nothing is due at the first step
+  if due then record, verdict = self:settle(due) end       -- nil: no step was in flight
   self.current = nil
   check(C.eng_step_end())                                  -- the step's memory is free again
   return record, verdict
@@ -187,7 +187,8 @@ function Trainer:forward_backward(s, i)
 end
 
 --- Runs the backward pass of a micro-batch's loss and returns the loss. The pass begins with the
---- loss scale as the gradient of the loss, unless a loss scaler class scales the loss itself.
+--- loss scale, divided by the number of micro-batches, as the gradient of the loss. If a loss
+--- scaler class scales the loss itself, the pass begins without the scale.
 function Trainer:backward(s, i, loss, ...)
   local policy = self.policy
   local scaled = policy.scale_loss and policy:scale_loss(loss, ...)
@@ -273,9 +274,10 @@ function Trainer:fetch(s)
 end
 
 --- Runs the policy, then the policies of FP8 layers. Returns the verdict. If the verdict has caps,
---- update_norms.cap applies them and the policy decides again. In a lagged run, the action becomes
---- what the device has done. If the policy was just swapped in and fails, run/swap.lua brings the
---- old policy back, which then decides this step.
+--- update_norms.cap applies them and the policy decides again. In a lagged run, an action other
+--- than stop and rollback becomes what the device has done. If the run cannot use the policy, for
+--- example because of its next scale, the action becomes stop. If the policy was just swapped in
+--- and fails, run/swap.lua brings the old policy back, which then decides this step.
 function Trainer:decide(s, record)
   local policy, stats, sites = self.policy, self.stats, self.optimizer.fp8
   for name, value in pairs(s.signals) do policy:signal(name, value) end

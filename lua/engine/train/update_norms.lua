@@ -1,7 +1,7 @@
 -- Handles what a policy and the optimizer's update exchange besides scale, clip and lr_mul: the
 -- norms that an update computes for the next step's record, and the verdict's entries for single
--- tensors. Owns the squares of these norms, which checkpoints store. Called by trainer.lua and
--- run/restore.lua.
+-- tensors. Owns the squares of these norms, which checkpoints store. Called by assemble.lua,
+-- trainer.lua and run/restore.lua.
 local autograd = require "engine.tensor.autograd"
 local M_ffi = require "engine.base.ffi"
 local show = require "engine.base.show"
