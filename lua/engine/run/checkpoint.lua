@@ -231,10 +231,10 @@ end
 
 --- Writes the checkpoint of `step` into dir, one shard per rank; every rank calls it. pieces()
 --- returns what this rank writes (shards.lua). state(), called on rank 0, returns what M.save takes
---- as parts.state. options.keep: as in M.save. Returns the path on every rank. If a rank fails,
---- returns nil and the failed ranks' messages, and dir is unchanged. The checkpoint gets its final
---- name when every rank is done. If a rank dies before that, the previous checkpoint stays the
---- newest.
+--- as parts.state. options.keep: as in M.save. Returns the path on every rank, and on rank 0 also
+--- the second result of M.save. If a rank fails, returns nil and the failed ranks' messages, and
+--- dir is unchanged. The checkpoint gets its final name when every rank is done. If a rank dies
+--- before that, the previous checkpoint stays the newest.
 function M.save_shards(dir, step, pieces, state, options)
   local place = place_of(dir, step)
   local begun, problem = on_first(place, begin)
@@ -371,9 +371,9 @@ end
 --- Opens a checkpoint: `dir` itself if it is a checkpoint, else the newest intact checkpoint in
 --- `dir` (up to step `last`, if given). Returns { step, path, state, skipped = { messages }, parts
 --- = { model = { name = { dtype =, shape =, count = } } ... }, read(part, name), close() }, or nil
---- and the reason. A third result is true if all checkpoints in `dir` are damaged. Callers may
---- change `parts`. If the entry of a tensor has a function `make`, read() returns the tensor that
---- `make` returns, and reads no file (masters.lua).
+--- and the reason. A third result is true if there are checkpoints in `dir` (up to `last`) and all
+--- are damaged. Callers may change `parts`. If the entry of a tensor has a function `make`, read()
+--- returns a kept copy of the tensor that `make` returns, and reads no file itself (masters.lua).
 function M.open(dir, last)
   M_ffi.expect(type(dir) == "string", dir, "checkpoint: expected the path of a directory")
   local path, header, skipped

@@ -175,8 +175,8 @@ function M.progress(run)
   end) or 0
 end
 
---- Starts or resumes a run. Returns false if another process holds the run: when a contest is
---- killed, its runs take a moment to end.
+--- Starts or resumes a run, unless it is final (look). Returns false if another process holds the
+--- run: when a contest is killed, its runs take a moment to end.
 function Contest:start(run)
   if runs.holder(run.path) then return false end
   if self:look(run).final then return true end
@@ -212,7 +212,7 @@ end
 --- Returns a list in the order of the entrants: { label, runs, failed = the runs whose numbers do
 --- not count, against, and for each name in M.NAMES: NAME = { mean, spread, values = { [seed] =
 --- number }, n = how many numbers } }. against[NAME] is the paired difference from the first
---- entrant (statistics.paired).
+--- entrant (statistics.paired); nil for the first entrant itself.
 function Contest:results()
   local list, row_of = {}, {}
   for i, entrant in ipairs(self.entrants) do

@@ -73,7 +73,7 @@ local function count(x) return type(x) == "number" and x >= 0 and x % 1 == 0 and
 
 -- Returns the setting for one of the trainer's limits, such as clip. The value 0 means no limit.
 local function limit(field)
-  return { "a number of 0 or more (0: no limit)", not_negative,
+  return { "a finite number of 0 or more (0: no limit)", not_negative,
     function(t) return t[field] or 0 end, function(t, x) t[field] = x > 0 and x or nil end,
     kept = true, none = "no limit" }
 end

@@ -1,6 +1,6 @@
 -- Computes the record that a step would have had at another loss scale. Shadows and replayed
--- policies read this record. Called by shadow.lua (live records), trace.lua (recorded ones) and the
--- replays.
+-- policies read this record. Called by shadow.lua (live records), trace.lua (recorded ones), the
+-- replays, cli/replay.lua and cli/tune.lua.
 --
 -- A record has the largest fp16 gradient as it was stored, the exponent histogram, and whether any
 -- gradient was inf or nan. It says nothing about the intermediate results of the backward pass,
@@ -16,6 +16,8 @@
 --                  65520 or more, so that some micro-batch must overflow; otherwise it is a bound.
 --                  If m is less than 65520, no overflow is assumed. This result is called "hidden",
 --                  because an intermediate result may overflow where no parameter's gradient does.
+--                  (If no gradient is fp16, m is the largest gradient, and the limit is that of the
+--                  gradients' format.)
 --   If the step overflowed:
 --     ratio >= 1   An overflow; exact. A loss of inf or nan gives the same result at any ratio.
 --     ratio < 1    A bound, because the true magnitude behind an inf is unknown. If the finite
@@ -31,8 +33,9 @@
 --   - the history is too old to tell fp16 gradients from others.
 --
 -- A policy may read more than the overflow. amax is exact if the ratio is a power of two and the
--- step overflows at neither scale. norm and counts are exact if, in addition, no gradient is
--- subnormal or lost at either scale. The statistics of single tensors are estimates.
+-- step overflows at neither scale. norm and counts are exact if, in addition, a histogram shows
+-- that no gradient is subnormal or lost at either scale. The statistics of single tensors are
+-- estimates.
 --
 -- M.judge decides whether the policy's verdicts are exact. A verdict is exact only as long as the
 -- policy would have had the run's weights and batches, that is, while all verdicts so far are exact
@@ -183,7 +186,7 @@ local function overflows(record, ratio, o, s)
 end
 
 -- COUNTED: the statistics that are exact if no element is lost or becomes subnormal (`counts` in
--- M.move). UNKNOWN: those that M.move cannot convert and leaves as they are.
+-- M.move). UNKNOWN: those that M.move cannot convert and leaves as they are (at present none).
 local COUNTED = C.ENG_NEED_NORM + C.ENG_NEED_ZEROS + C.ENG_NEED_UNDERFLOW + C.ENG_NEED_HIST
 local UNKNOWN = C.ENG_NEED_GRADIENTS - C.ENG_NEED_AMAX - COUNTED
 local cell = ffi.new("eng_tensor_stats[1]")

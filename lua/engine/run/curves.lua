@@ -8,7 +8,8 @@
 --                                            steps a column has
 --   c.rows[i], c.overflows[i], c.skipped[i]  rows, overflows, steps without update in column i
 --   c.loss.min[i], .max[i], .mean[i]         nil if no value of the column is finite
---   c.loss.at_end                            the value at the last step, or nil if c.width is 1
+--   c.loss.at_end                            the value at the last step; nil if it is not finite,
+--                                            or if c.width is 1
 -- Used by history.lua, compare.lua, contest.lua, the pictures, the reports and the commands.
 local M_ffi = require "engine.base.ffi"
 local nearest = require "engine.base.nearest"
@@ -335,8 +336,8 @@ end
 --- Reads metrics for the columns of a picture; the top of the file describes the result. options:
 --- from, to (steps; default: the whole run), points (the most columns; 240 by default), or width
 --- (from M.width; columns begin at multiples of this width, so that the columns of several runs
---- agree). Columns of more than 256 steps, which a row of the table `blocks` sums up, begin at
---- multiples of 256, so the first column may begin before `from`.
+--- agree). Columns of more than 256 steps, which rows of the table `blocks` sum up, begin at
+--- multiples of 256, so the first column may begin before `from`, and there may be one column more.
 function M.read(h, wanted_names, options)
   options = options or {}
   local summed, other, apart = {}, {}, {}     -- apart: read from other tables than `steps`

@@ -90,7 +90,8 @@ end
 -- ------------------------------------------------------------------ appending
 
 -- Returns the result of a method that appends: true, or nil and a message. Appending never stops a
--- run. After the first failure (such as a full disk), rows wait in memory until there is space.
+-- run. After the first failure (such as a full disk), rows wait in memory until there is space. If
+-- the queue is full before that, further rows are dropped, and an event `history` counts them.
 local function told(status)
   if status == 0 then return true end
   return nil, M_ffi.message()
@@ -634,7 +635,7 @@ end
 --- Returns the parameters in order: { id, name, shape, gradient }; id counts from 0, as first_bad
 --- does. shape: text, such as "[256 x 64]". gradient: the format of the parameter's gradient at a
 --- step, by default at the last one. An older history does not record this format; `gradient` is
---- then the format of the run's weight gradients.
+--- then the format of the run's weight gradients, or f16 if the history lacks this, too.
 function History:parameters(step)
   return M.part_at(self:parts(), step or math.huge).parameters
 end

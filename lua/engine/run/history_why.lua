@@ -1,5 +1,5 @@
 -- Describes in words what happened at a step of a run, h:why(step), and when an event happened.
--- Called by history.lua and the report.
+-- Called by history.lua, report/report_tables.lua and cli/watch.lua.
 local arguments = require "engine.base.arguments"
 local formats = require "engine.base.formats"
 local fp8_verdict = require "engine.policy.fp8_verdict"

@@ -56,7 +56,7 @@ end
 
 --- Returns a new display. Options: total (steps of the run; 0 or nil: unknown), json (stdout gets
 --- objects and nothing else), quiet (shows only warnings and notes that matter), silent (shows
---- nothing). Specs set stream, columns (false: no terminal) and clock.
+--- nothing). on_stderr and specs set stream and columns (false: no terminal), and specs set clock.
 function progress.new(options)
   local self = setmetatable({}, progress)
   self.total = options.total and options.total > 0 and options.total < math.huge and options.total

@@ -131,7 +131,8 @@ function Run:find_place(path, resume)
 end
 
 -- Returns the checkpoint to resume from, or nil. Raises an error if the script names a run or a
--- checkpoint that does not exist, or if all checkpoints are damaged.
+-- checkpoint that does not exist or has no intact checkpoint. With resume=auto, raises an error if
+-- the run has no name, or if it has checkpoints and all are damaged.
 local function find_checkpoint(self, resume)
   local dir, auto = self.path and self.path .. "/checkpoints", resume == "auto"
   if not auto then
@@ -442,7 +443,8 @@ end
 
 --- Records what the verdict on a step changed in FP8 layers (fp8_sites.lua): their rungs on the
 --- recipe's ladder, and the accumulators of their products. all: records the rungs of all layers.
---- If an FP8 policy has no effect, also shows and records a line that says so.
+--- If the scales that FP8 policies choose have no effect, also shows and records a line that says
+--- so.
 function Run:layers(step, all)
   local sites = self.trainer.optimizer.fp8
   local moved, text, products

@@ -1,5 +1,6 @@
 -- Cuts a checkpoint's tensors into pieces and joins them again. The ranks of a job write their
--- pieces at the same time, each rank into a shard, so that no rank holds or writes the whole state.
+-- pieces at the same time, each rank into a shard, so that no rank gathers or writes the whole
+-- state.
 --
 --   shard-00001-of-00004.safetensors     the pieces of rank 0, and so on
 --
@@ -29,8 +30,9 @@ end
 
 -- ------------------------------------------------------------------ cutting
 
---- Cuts tensors { { name =, x = } ... }, laid end to end, into `size` equal parts. Parts count from
---- 0. Calls f(name, x, from, to) for each tensor whose elements [from, to) are in the part `part`.
+--- Cuts tensors { { name =, x = } ... }, laid end to end, into `size` parts that differ by at most
+--- one element. Parts count from 0. Calls f(name, x, from, to) for each tensor whose elements
+--- [from, to) are in the part `part`. Part 0 also gets the tensors without elements.
 function M.cut(list, part, size, f)
   local total, at = 0, 0
   for _, item in ipairs(list) do total = total + item.x.count end
@@ -228,8 +230,8 @@ end
 -- ------------------------------------------------------------------ reading
 
 --- Returns the contents of the shards `names`, files in the directory `path`: { model = { name = {
---- dtype =, shape =, count =, pieces = { { file =, name =, from =, count = } ... } } } }. The
---- pieces are in order. Raises an error if the pieces do not make up whole tensors.
+--- dtype =, shape =, count =, pieces = { { file =, name =, from =, count = } ... } } }, optimizer =
+--- ... }. The pieces are in order. Raises an error if the pieces do not make up whole tensors.
 function M.index(path, names)
   local parts = { model = {}, optimizer = {} }
   for _, name in ipairs(names) do

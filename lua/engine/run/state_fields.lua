@@ -1,7 +1,7 @@
 -- The fields of a trainer's state in a checkpoint, which restore.lua writes and reads. A resume or
 -- a rollback calls `problem` to check all fields before it uses the first one. Some values are
--- checked by their owners instead: policies check their states, loaders their positions, and the
--- script checks its own data. Called by restore.lua.
+-- checked by their owners instead: policies check their states, loaders their positions,
+-- control.lua the clients' settings, and the script its own data. Called by restore.lua.
 local M_ffi = require "engine.base.ffi"
 local fields = require "engine.base.fields"
 

@@ -55,7 +55,8 @@ local function layers_refused(trainer, copy)
   return copy:scales_groups() and trainer:refuses(copy) or nil
 end
 
---- Returns the Swap of a trainer. Raises an error if the run cannot use the trainer's policy.
+--- Returns the Swap of a trainer. Raises an error if the trainer's policy sets scales per layer and
+--- the run refuses them.
 function M.new(trainer, options)
   local self = setmetatable({ trainer = trainer, watching = options.watch ~= false,
     ring = ffi.new("eng_record[?]", RING), ring_needs = {}, seen = 0,
@@ -265,8 +266,7 @@ end
 -- the step in flight would replace the record that on_step reads.
 local function on_step_reads(self) return self.trainer.in_on_step and self.trainer.pending end
 
--- Returns what f returns, a problem or nil. An error of f counts as a failure to take over the old
--- policy's state.
+-- Returns what f returns, a problem or nil. If f raises an error, the problem is its message.
 local function problem_of(f)
   local good, problem = pcall(f)
   return problem or not good and "it cannot take over the old policy's state" or nil

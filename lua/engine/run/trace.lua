@@ -145,7 +145,8 @@ local other = ffi.new("eng_tensor_stats[1]")
 local AROUND = 64  -- steps on each side that are searched for a good step
 
 -- Estimates the largest true gradient of step i: the geometric mean of the largest gradients of the
--- nearest good steps before and after it. Returns nil if there is no good step nearby.
+-- nearest good steps before and after it, or the one of these that is nearby. Returns nil if there
+-- is no good step nearby.
 function Run:expected(i)
   local function look(to, by)
     for j = i + by, to, by do

@@ -1,6 +1,7 @@
 -- Searches the options of a policy on recorded runs: replays the runs with each setting and keeps
--- the setting with the least cost (M.objectives). Tries a grid over the ranges, and then, three
--- times, a finer grid around the best setting. The search is deterministic and trains nothing.
+-- the setting with the least cost (M.objectives). Tries a grid over the ranges, and then, up to
+-- three times, a finer grid around the best setting; but not around the policy's defaults. The
+-- search is deterministic and trains nothing.
 --   local best = engine.tune { runs = { "runs/a" }, policy = "dynamic",
 --     over = { "growth_interval=100..5000" } }
 -- The subcommand is cli/tune.lua. Called by scripts and cli/tune.lua.

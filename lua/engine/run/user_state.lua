@@ -1,8 +1,8 @@
 -- Saves and restores trainer.state, the user's own table, which is part of every checkpoint. pack()
 -- splits the table into plain data, for state.json, and tensors. restore() puts both back into the
--- same table. The script's references to inner tables, and to tensors of unchanged shape, therefore
--- stay valid. With several ranks, rank 0's table is written and every rank gets it. Called by
--- run.lua, restore.lua and assemble.lua.
+-- same table. The script's references to inner tables, and to tensors of unchanged dtype and shape,
+-- therefore stay valid. With several ranks, rank 0's table is written and every rank gets it.
+-- Called by run.lua, restore.lua and assemble.lua.
 local M_ffi = require "engine.base.ffi"
 local json = require "engine.base.json"
 local merged = require("engine.base.arguments").merged
