@@ -29,7 +29,7 @@
 --                                   method, the class starts with its own scale, and the other two
 --                                   calls are errors
 --   unscale_gradients(optimizer)    unscales the gradients; engine.scaler then does not unscale
---                                   them itself
+--                                   them itself. Trainers and sessions do not call this method
 --   state_dict()                    returns the state for checkpoints, as plain data
 --   load_state_dict(state)          restores this state. Without these two methods, checkpoints
 --                                   save the object's fields
