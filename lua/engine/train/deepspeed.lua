@@ -79,8 +79,8 @@ local PASSED = "run resume restart_data checkpoint_every log data state"   -- op
 --- engine(...) calls the model in the configured precision. engine:backward(loss) runs the backward
 --- pass. engine:step() returns what session:step returns, with action "accumulate" between updates.
 --- engine:close() ends the run. The engine runs on one rank only. A `scheduler` is refused, because
---- the loop assigns optimizer.lr. A line of output names the keys of the configuration that are not
---- in the list USED above.
+--- the loop assigns optimizer.lr. A line of output names the keys of the configuration other than
+--- optimizer, fp16, bf16, gradient_clipping, gradient_accumulation_steps and the batch sizes.
 function M.initialize(given)
   local o = tensor.read_named(given, "deepspeed.initialize",
     "model config optimizer policy steps " .. PASSED)

@@ -59,13 +59,14 @@ end
 --- The rate is lr after the warm-up.
 define("constant", { lr = 1e-3, warmup = 0 }, function(_, o) return o.lr end)
 
---- The rate falls linearly from lr and reaches floor at update `total`.
+--- The rate falls linearly from lr and reaches floor at update `total`, or one update later if
+--- warmup = total.
 define("linear", { lr = 1e-3, warmup = 0, total = 1000, floor = 0 }, function(u, o)
   return o.lr + (o.floor - o.lr) * progress(u, o)
 end)
 
---- The rate falls as half a cosine from lr and reaches floor at update `total` (Loshchilov and
---- Hutter 2017, without restarts).
+--- The rate falls as half a cosine from lr and reaches floor at update `total`, or one update later
+--- if warmup = total (Loshchilov and Hutter 2017, without restarts).
 define("cosine", { lr = 1e-3, warmup = 0, total = 1000, floor = 0 }, function(u, o)
   return o.floor + (o.lr - o.floor) * 0.5 * (1 + math.cos(math.pi * progress(u, o)))
 end)
