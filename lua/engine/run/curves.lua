@@ -1,7 +1,8 @@
 -- Reads the metrics of a run at the resolution of a picture: the least, largest and mean value in
 -- each column of the picture. Reading a long run is fast, because core/store/history_writer.c sums
--- 256 consecutive steps into a block, a row of the table `blocks`. Only the newest steps, and
--- metrics that blocks lack, are read from the table `steps`, with a query for each column.
+-- 256 consecutive steps into a block, a row of the table `blocks`. Columns that do not consist of
+-- whole blocks, the newest steps, and metrics that blocks lack are read from the table `steps`,
+-- with a query for each column.
 --   local c = curves.read(history, { "loss", "scale" }, { points = 120, from = 0, to = 9999 })
 --   c.first, c.last                          the first and the last step
 --   c.x[i], c.first_step[i], c.width         the middle and the first step of column i; how many
