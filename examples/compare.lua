@@ -38,13 +38,15 @@ end
 
 local text = lab.corpus(cfg.data, 40000)
 
--- The names of the policies' options for the number of good steps before a growth.
+-- The names of the policies' options for the number of good steps before a growth. (`period` has
+-- another meaning in bandit and histogram.)
 local WINDOWS = { "growth_interval", "scale_window", "increment_period", "dynamic_growth_steps",
   "period", "incr_every_n_steps", "step_window", "loss_scale_steps", "scale_seq_len" }
+local NO_WINDOW = { bandit = true, histogram = true }
 
 local function options_of(name)
   local known = engine.policy.load(name).options
-  for _, window in ipairs(WINDOWS) do
+  for _, window in ipairs(NO_WINDOW[name] and {} or WINDOWS) do
     if type(known[window]) == "number" then return { [window] = cfg.window } end
   end
   return {}

@@ -80,7 +80,8 @@ end
 
 -- Returns the median, which jackpots hardly change.
 local function median(values)
-  local sorted = { unpack(values) }
+  local sorted = {}
+  for i, value in ipairs(values) do sorted[i] = value end
   table.sort(sorted)
   return sorted[math.ceil(#sorted / 2)]
 end

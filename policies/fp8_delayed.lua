@@ -26,30 +26,33 @@ return {
   decide = function(state, record, options)
     local now = state.step + 1
     state.step = now
-    local scales = {}
+    local scales, size = {}, options.history
     for name, t in pairs(record.tensors) do
-      -- peaks: { step, amax, step, amax, ... }, in decreasing order of amax. These are the amaxes
-      -- that can still become the largest of a window.
-      local peaks, amax = state.peaks[name], t.amax
-      if amax > 0 and not t.overflow then
-        if not peaks or options.algorithm == "most_recent" then
-          peaks = { now, amax }
-          state.peaks[name] = peaks
-        else
-          local n = #peaks
-          while n > 0 and peaks[n] <= amax do
-            peaks[n], peaks[n - 1] = nil, nil
-            n = n - 2
-          end
-          peaks[n + 1], peaks[n + 2] = now, amax
-        end
+      -- ring.list: { step, amax, step, amax, ... }, a ring of at most `size` pairs. The n pairs from
+      -- `head` on are in decreasing order of amax: those that can still become the largest of a
+      -- window.
+      local ring, amax = state.peaks[name], t.amax
+      if ring and not ring.list then                           -- a state of version 0.1
+        ring = { head = 0, n = #ring / 2, list = ring }
+        state.peaks[name] = ring
       end
-      if peaks then
-        if #peaks > 2 and peaks[1] <= now - options.history then
-          table.remove(peaks, 1)
-          table.remove(peaks, 1)
+      local enters = amax > 0 and not t.overflow
+      if enters and (not ring or options.algorithm == "most_recent") then
+        ring = { head = 0, n = 0, list = {} }
+        state.peaks[name] = ring
+      end
+      if ring then
+        local list, head, n = ring.list, ring.head, ring.n
+        while enters and n > 0 and list[2 * ((head + n - 1) % size) + 2] <= amax do n = n - 1 end
+        if n > (enters and 0 or 1) and list[2 * head + 1] <= now - size then
+          head, n = (head + 1) % size, n - 1
         end
-        scales[name] = math.max(2^-125, peaks[2])
+        if enters then
+          local at = 2 * ((head + n) % size)
+          list[at + 1], list[at + 2], n = now, amax, n + 1
+        end
+        ring.head, ring.n = head, n
+        scales[name] = math.max(2^-125, list[2 * head + 2])
       end
     end
     -- An entry of `scales` that is equal to `scale` counts as left out, and the tensor is scaled by

@@ -27,6 +27,7 @@ return {
     check.count(options, "growth_interval")
     check.steps(options, "bad_row", "patience")
     check.float32(options, "init_scale", "floor", "max_scale")
+    check.floor(options, "floor", "init_scale")
     check.expect(options, options.floor <= options.max_scale and options.pause >= 0 and
       options.clip > 0 and options.ahead > 0, "floor <= max_scale, pause >= 0, clip > 0, ahead > 0")
     return { scale = options.init_scale, good = 0, bad = 0, pause = 0 }

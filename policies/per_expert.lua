@@ -55,7 +55,10 @@ return {
       if state.good % options.growth_interval == 0 then state.scale = limited(state.scale * 2) end
     end
     local reason = guilty > 0 and guilty .. " of the experts overflowed, and their scales back off"
-      or others and "overflow outside the experts" or nil
+      or nil
+    if others then
+      reason = (reason and reason .. "; " or "") .. "overflow outside the experts"
+    end
     return { scale = state.scale, scales = next(scales) and scales or nil, reason = reason }
   end,
 }

@@ -43,7 +43,7 @@ return {
     local loss, first = record.loss, state.first
     local known, limit = state.seen >= options.samples, options.factor * state.largest
     local finite = loss - loss == 0
-    local huge = known and finite and math.abs(loss) >= limit
+    local huge = known and finite and limit > 0 and math.abs(loss) >= limit
     -- If the update was applied in spite of the retry (mode=lagged, a shadow), the current step is
     -- new and not a rerun.
     local again = first and record.updates == state.updates

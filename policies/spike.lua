@@ -16,7 +16,7 @@ return {
     growth_interval = 2000,   -- good steps in a row after which the loss scale doubles
     sigmas          = 6,
     decay           = 0.98,   -- decay of the moving mean and variance of the loss
-    warmup          = 50,     -- a step before this one is bad only if its loss is inf or nan
+    warmup          = 50,     -- so many first steps are bad only if their loss is inf or nan
     skips           = 3,      -- bad steps in a row that are skipped
     patience        = 10,     -- bad steps in a row before the rollback
     slow            = 0.5,    -- factor on the learning rate after the skips, until the rollback
@@ -40,6 +40,7 @@ return {
   end,
 
   decide = function(state, record, options)
+    local resting = state.rest > 0
     state.rest = math.max(0, state.rest - 1)
     if record.overflow and record.loss - record.loss == 0 then
       state.scale, state.good = state.scale / 2, 0
@@ -49,7 +50,7 @@ return {
     if state.good % options.growth_interval == 0 then state.scale = state.scale * 2 end
 
     local limit = state.mean + options.sigmas * math.sqrt(state.variance)
-    local bad = not (record.loss <= limit) and state.rest == 0 or record.loss - record.loss ~= 0
+    local bad = not (record.loss <= limit) and not resting or record.loss - record.loss ~= 0
     local log = { loss_limit = limit, bad = bad and state.bad + 1 or 0 }
     if not bad then
       state.bad, state.seen = 0, state.seen + 1

@@ -22,7 +22,7 @@ return {
 
   init = function(options)
     check.positive(options, "sigma_factor")
-    check.whole(options, "rolling_interval_length", 1, 20000)
+    check.whole(options, "rolling_interval_length", 2, 20000)
     return { scale = check.rescale(options), good = 0, norms = {} }
   end,
 

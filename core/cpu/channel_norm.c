@@ -172,6 +172,7 @@ static void combine(const channel_norm *s, int64_t sample, int64_t from, int64_t
 {
   const float *partial = s->partial + sample * s->blocks * PARTS * s->channels;
   double sum = 0.0, squares = 0.0, count = (double)(s->rows * (to - from));
+  *mean = 0.0;
   for (int pass = 0; pass < 2; pass++) {
     for (int64_t b = 0; b < s->blocks; b++) {
       const float *block = partial + b * PARTS * s->channels, *error = block + 2 * s->channels;

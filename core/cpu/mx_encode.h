@@ -97,12 +97,12 @@ static bool strip_packs(int dtype, bool nearest, int columns, int wide, int deep
 VF_INLINE void encode_lanes(void *to, const strip *s, int r, int c, const int n, vf by, vf scale,
                             const bool values, const rounding how, const mx_format f)
 {
-  const int32_t *word = (const int32_t *)s->word + r * WORD_LINE + c;
   vf y = vf_mul(vf_read(s->x, s->dtype, s->first + r * s->stride + c, n), by), u = vf_zero(), v;
   vi code;
   if (how == TOWARD) u = vf_mul(vf_read(s->average, ENG_f32, c, n), by);
   if (how == RANDOM)   // computes mx_uniform of each word
-    u = vf_mul(vi_to_vf(vi_shr(vi_load(word), 32 - s->sr_bits)),
+    u = vf_mul(vi_to_vf(vi_shr(vi_load((const int32_t *)s->word + r * WORD_LINE + c),
+                               32 - s->sr_bits)),
                vf_from_bits(vi_set1((127 - s->sr_bits) << 23)));
   encode(y, u, how, s->nan, f, &code, &v);
   to = (char *)to + r * s->line;

@@ -22,8 +22,9 @@ eng_status onednn_failed(const char *what, dnnl_status_t status)
 
 eng_status onednn_open(void)
 {
-  if (onednn_engine) return ENG_OK;
-  DNNL_TRY("creating the CPU engine", dnnl_engine_create(&onednn_engine, dnnl_cpu, 0));
+  if (onednn_stream) return ENG_OK;
+  if (!onednn_engine)
+    DNNL_TRY("creating the CPU engine", dnnl_engine_create(&onednn_engine, dnnl_cpu, 0));
   DNNL_TRY("creating the stream",
            dnnl_stream_create(&onednn_stream, onednn_engine, dnnl_stream_default_flags));
   return ENG_OK;

@@ -2,10 +2,9 @@
 // f64 and integers go to the reference kernels. Called through backend.kernel[]; owns nothing.
 //
 // A sum is taken in a fixed order. The elements of a tile (or of FLUSH rows) are added in f32
-// lanes. The sums of the tiles, and then of the pieces, are added in double. A tile whose f32 sum
-// overflows is added again in double; FLUSH rows are not, so there an overflow gives Inf or NaN.
-// How a sum is cut into pieces depends only on the shape and the strides, never on the number of
-// threads. In max and min, a NaN gives NaN, and the choice between -0 and +0 is unspecified.
+// lanes, and added again in double if the f32 sum is Inf or NaN. The sums of the tiles, and then of
+// the pieces, are added in double. How a sum is cut into pieces depends only on the shape and the
+// strides, never on the number of threads. In max and min, a NaN gives NaN, and the choice between -0 and +0 is unspecified.
 #include "operand.h"
 #include "simd.h"
 #include "tasks.h"
@@ -111,8 +110,22 @@ static void single_task(const void *context, int64_t task)
 
 // ----------------------------------------- adjacent results in x: a tile of columns at a time
 
+// Returns the sum of n elements of one column in double, from `row` on. at: the column's offset.
+static __attribute__((noinline)) double column_sum(const reduction *r, cursor row, int64_t at,
+                                                   int64_t n)
+{
+  double sum = 0;
+  for (int64_t i = 0; i < n; i++) {
+    float buffer[TILE];
+    sum += *tile_load(buffer, r->gone.data, r->gone.dtype, at + row.offset, 1);
+    cursor_advance(&row, &r->gone, 1);
+  }
+  return sum;
+}
+
 // Reduces rows [first, first + n) of the `width` columns that begin at offset `base`, into total
-// [width].
+// [width]. Up to FLUSH rows are summed in f32 or, if that overflows or a number is Inf or NaN, in
+// double.
 static void reduce_columns(const reduction *r, int64_t base, int width, int64_t first, int64_t n,
                            double *total)
 {
@@ -121,7 +134,8 @@ static void reduce_columns(const reduction *r, int64_t base, int width, int64_t 
   cursor row = cursor_at(&r->gone, first);
   for (int i = 0; i < width; i++) total[i] = identity(r->rule);
   for (int64_t at = 0; at < n;) {
-    int64_t stop = smaller(at + FLUSH, n);
+    int64_t stop = smaller(at + FLUSH, n), rows = stop - at;
+    const cursor begin = row;
     for (int i = 0; i < TILE; i += VF_LANES) vf_store(sum + i, start);
     for (; at < stop; at++) {
       const float *x = tile_load(buffer, r->gone.data, r->gone.dtype, base + row.offset, width);
@@ -132,7 +146,9 @@ static void reduce_columns(const reduction *r, int64_t base, int width, int64_t 
       }
       cursor_advance(&row, &r->gone, 1);
     }
-    if (r->rule == SUM) for (int i = 0; i < width; i++) total[i] += sum[i];
+    if (r->rule == SUM)
+      for (int i = 0; i < width; i++)
+        total[i] += f32_is_finite(sum[i]) ? sum[i] : column_sum(r, begin, base + i, rows);
     else for (int i = 0; i < width; i++) total[i] = extreme(total[i], sum[i], r->rule);
   }
 }

@@ -407,6 +407,12 @@ describe("policy rerun", function()
       end }:run()
     return table.concat(rows, " "), summary
   end
+  it("accepts losses of 0 if all samples were 0", function()
+    local steps = times(8, { loss = 0 })
+    assert.same(times(8, "step"), field(drive(engine.policy.load("rerun", { samples = 3 }), steps),
+      "action"))
+  end)
+
   it("in a run, distinguishes a loss spike in the data from a fault of the machine", function()
     local rows, summary = train(false)
     assert.are.equal("step step step step step step retry 1 step step step step", rows)
@@ -497,5 +503,49 @@ describe("policy fp8_lm", function()
     assert.are.equal(0, t.optimizer.fp8.policies[1]:failures())
     local share = clipped / seen
     assert.is_true(share > 0.001 and share < 0.03, share .. " saturated")
+  end)
+end)
+
+describe("spike", function()
+  it("exempts as many steps as warmup says", function()
+    for warmup = 0, 3 do
+      local steps = join(times(warmup, { loss = 50 }), times(3, { loss = 1e6 }))
+      local actions = field(drive(engine.policy.load("spike", { warmup = warmup }), steps),
+        "action")
+      assert.equal(warmup > 0 and "step" or "skip", actions[1])
+      assert.equal("skip", actions[warmup + 1], warmup)
+    end
+  end)
+end)
+
+describe("fp8_delayed", function()
+  it("scales by the largest valid amax of the last steps", function()
+    local names, of, ffi = {}, {}, M_ffi.ffi
+    for i = 1, 3 do names[i], of[i] = ("l%d:x"):format(i), i end
+    local record, stats = M_ffi.new("eng_record"), ffi.new("eng_tensor_stats[?]", 3)
+    record.scale = 1
+    for _, history in ipairs { 1, 2, 7 } do
+      math.randomseed(history)
+      local policy = engine.policy.load("fp8_delayed", { history = history }, "fp8")
+      policy:tensors(names, of, names, true)
+      local seen = { {}, {}, {} }       -- the valid amaxes by step
+      for step = 1, 60 do
+        local amax = { 0.9 ^ step, math.random(4), math.random() < 0.3 and 0 or math.random() }
+        for i = 1, 3 do
+          stats[i - 1].relative_scale, stats[i - 1].amax = 1, amax[i]
+          stats[i - 1].inf = math.random() < 0.2 and 1 or 0
+          if amax[i] > 0 and stats[i - 1].inf == 0 then
+            seen[i][step], seen[i].last = amax[i], amax[i]
+          end
+        end
+        policy:decide(record, stats)
+        for i = 1, 3 do
+          local most
+          for k = step - history + 1, step do most = math.max(most or 0, seen[i][k] or 0) end
+          if most == 0 then most = seen[i].last end
+          if most then assert.equal(most, policy:group_scale(i), step) end
+        end
+      end
+    end
   end)
 end)

@@ -13,18 +13,19 @@ local M = {}
 --- Prints rows under column headings; the first column is aligned to the left.
 function M.table(heads, rows)
   local texts = {}
-  for i, row in ipairs { heads, unpack(rows) } do
-    texts[i] = {}
-    for c = 1, #heads do texts[i][c] = tostring(row[c] == nil and "" or row[c]) end
+  for i = 0, #rows do
+    local row, text = rows[i] or heads, {}
+    for c = 1, #heads do text[c] = tostring(row[c] == nil and "" or row[c]) end
+    texts[i + 1] = text
   end
   print(show.table(texts, { true }))
 end
 
 --- Returns the median of a list of numbers.
 function M.median(list)
-  local sorted = { unpack(list) }
+  local sorted, n = {}, #list
+  for i = 1, n do sorted[i] = list[i] end
   table.sort(sorted)
-  local n = #sorted
   return n % 2 == 1 and sorted[(n + 1) / 2] or (sorted[n / 2] + sorted[n / 2 + 1]) / 2
 end
 
