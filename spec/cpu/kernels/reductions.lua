@@ -6,6 +6,7 @@ local FORMATS, INTEGERS, FLOATS, ALL_INTEGERS = tensors.FORMATS, tensors.INTEGER
   tensors.ALL_INTEGERS
 local LAYOUTS, shape_of = tensors.LAYOUTS, tensors.shape_of
 local float, whole, with, both = tensors.float, tensors.whole, tensors.with, tensors.both
+local listed, inf = tensors.listed, math.huge
 
 local generators = {}
 
@@ -48,6 +49,26 @@ end
 
 generators.sum = reduction({ ulp = 1, eps = 16, bound = "sums" }, ALL_INTEGERS, true)
 generators.mean = reduction({ ulp = 1, eps = 16, bound = "sums" }, { "i32", "u8" }, true)
+-- sums that leave the range of f32 on the way, in both layouts
+for _, name in ipairs { "sum", "mean" } do
+  local usual = generators[name]
+  generators[name] = function(try)
+    usual(try)
+    for _, rows in ipairs { 4, 40 } do
+      local across, down = {}, {}
+      for r = 0, rows - 1 do
+        for c = 0, 15 do
+          local value = name == "mean" and 3e38 or (r < rows / 2 and 3e38 or -3e38)
+          if c == 3 and r == 2 then value = inf end
+          down[r * 16 + c + 1], across[c * rows + r + 1] = value, value
+        end
+      end
+      try { inputs = { listed("f32", { rows, 16 }, down) }, ints = { 1, 0 }, ulp = 1 }
+      try { inputs = { listed("f32", { 16, rows }, across) }, ints = { 2, 0 }, ulp = 1 }
+    end
+  end
+end
+
 generators.max = reduction({}, ALL_INTEGERS, false)
 generators.min = reduction({}, ALL_INTEGERS, false)
 
