@@ -13,9 +13,10 @@ typedef struct eng_tokenizer eng_tokenizer;
 /// The model: byte-pair encoding, unigram (the most probable pieces), WordPiece (the longest
 /// pieces from the left), or whole words.
 enum { ENG_TOKENS_BPE = 0, ENG_TOKENS_UNIGRAM = 1, ENG_TOKENS_WORDPIECE = 2, ENG_TOKENS_WORDS = 3 };
-/// Flags of a model. BYTE_FALLBACK: an unknown character becomes tokens such as <0xE2>. FUSE_UNK:
-/// adjacent unknown characters become one token. IGNORE_MERGES: a word in the vocabulary is one
-/// token, whatever the merges say.
+/// Flags of a model. BYTE_FALLBACK (BPE, unigram): an unknown character becomes tokens such as
+/// <0xE2>, if the vocabulary has a token for each of its bytes. FUSE_UNK (BPE; unigram always does
+/// this): adjacent unknown characters become one token. IGNORE_MERGES (BPE): a word in the
+/// vocabulary is one token, whatever the merges say.
 enum { ENG_TOKENS_BYTE_FALLBACK = 1, ENG_TOKENS_FUSE_UNK = 2, ENG_TOKENS_IGNORE_MERGES = 4 };
 /// Flags of an added token. LSTRIP, RSTRIP: a match includes the white space before (after) the
 /// token. SINGLE_WORD: the token matches only between word boundaries. NORMALIZED: the token is
@@ -34,7 +35,8 @@ enum {
   ENG_STEP_STRIP_ACCENTS = 7,   // flags: 0 removes all marks, 1 only nonspacing marks
   ENG_STEP_NMT = 8,             // SentencePiece: removes control characters; tabs, line feeds and
                                 //    special spaces become spaces
-  ENG_STEP_CLEAN = 9,           // BERT: removes control characters; white space becomes spaces
+  ENG_STEP_CLEAN = 9,           // BERT: removes control characters and U+FFFD; white space becomes
+                                //    spaces
   ENG_STEP_CHINESE = 10,        // BERT: puts spaces around Chinese characters
   ENG_STEP_REPLACE = 11,        // a: text to find; b: its replacement; flags: 0 finds `a`,
                                 //    1 + ENG_SCAN_* finds matches of this scan instead
@@ -49,8 +51,8 @@ enum {
   ENG_STEP_FROM_FALLBACK = 33,  // <0xE2> to bytes
   ENG_STEP_FROM_METASPACE = 34, // a: the character that stands for a space; flags: 1 removes
                                 //    this character from the first token
-  ENG_STEP_FROM_WORDPIECE = 35, // a: prefix of continuing pieces; flags: 1 removes the
-                                //    space before punctuation and contractions
+  ENG_STEP_FROM_WORDPIECE = 35, // a: prefix of continuing pieces; flags: 1 removes the space
+                                //    before punctuation and contractions, and contracts "do not"
   ENG_STEP_FROM_SUFFIX = 36,    // a: suffix of a word's last piece
   ENG_STEP_FUSE = 37,           // joins all texts into one
   ENG_STEP_CUT = 38             // a: text that each token loses, up to flags & 255 times at its
@@ -76,7 +78,7 @@ enum {
   ENG_SCAN_DEEPSEEK = 12
 };
 /// Limits: the largest id; bytes of a token; bytes of a word (the text that the model splits into
-/// tokens); steps of a stage.
+/// tokens; if BPE can cut a word, bytes of each part, see words.c); steps of a stage.
 enum {
   ENG_TOKENS_MAX_ID = 4194303, ENG_TOKENS_MAX_BYTES = 4096, ENG_TOKENS_MAX_WORD = 1 << 24,
   ENG_TOKENS_MAX_STEPS = 32
@@ -93,39 +95,40 @@ eng_status eng_tokenizer_new(eng_tokenizer **out, int model, int flags, int64_t 
 /// Frees a tokenizer. NULL is allowed.
 void       eng_tokenizer_free(eng_tokenizer *tokenizer);
 /// Adds a token of the model. `score`: its log probability (unigram only). Errors: FORMAT (id out
-/// of range or in use; text not UTF-8, too long or, except for unigram, in use; |score| >= 1e300).
+/// of range or in use; text not UTF-8, too long or, except for unigram, in use; |score| >= 1e300 or
+/// NaN), MEMORY.
 eng_status eng_tokenizer_token(eng_tokenizer *tokenizer, int64_t id, const char *text, int64_t size,
                                double score);
 /// Adds a merge of two tokens. Both tokens must exist, and so must the merged token. Its text is
-/// `left`, then `right` without the prefix of continuing pieces. Later merges rank lower. Errors:
-/// FORMAT.
+/// `left`, then `right` without as many bytes at its start as the prefix of continuing pieces has.
+/// Later merges rank lower. Errors: FORMAT, MEMORY.
 eng_status eng_tokenizer_merge(eng_tokenizer *tokenizer, const char *left, int64_t left_size,
                                const char *right, int64_t right_size);
 /// Adds a token that is matched before the text is split into words: in the normalized text with
 /// ENG_ADDED_NORMALIZED, else in the original text. `flags`: ENG_ADDED_LSTRIP and so on.
-/// Errors: FORMAT.
+/// Errors: FORMAT, MEMORY.
 eng_status eng_tokenizer_added(eng_tokenizer *tokenizer, int64_t id, const char *text, int64_t size,
                                int flags);
-/// Appends a step to a stage. Errors: VALUE (too many steps, or a step of another stage), FORMAT (a
-/// malformed text or character map).
+/// Appends a step to a stage. Errors: VALUE (too many steps, or a step of another stage), FORMAT
+/// (no text to find or cut, or a malformed character map), MEMORY.
 eng_status eng_tokenizer_step(eng_tokenizer *tokenizer, int stage, int step, int64_t flags,
                               const char *a, int64_t a_size, const char *b, int64_t b_size);
 /// Appends an id to the special tokens that encoding adds after the text (`after`) or before it.
-/// Errors: FORMAT (no such token).
+/// Errors: FORMAT (no such token), MEMORY.
 eng_status eng_tokenizer_frame(eng_tokenizer *tokenizer, int64_t id, bool after);
-/// Completes the tokenizer. Errors: FORMAT (an empty vocabulary; an `unknown` without a token),
-/// MEMORY.
+/// Completes the tokenizer. Errors: FORMAT (an empty vocabulary; an `unknown` without a token; an
+/// added token that normalization empties or makes too long), LIBRARY (libutf8proc), MEMORY.
 eng_status eng_tokenizer_ready(eng_tokenizer *tokenizer);
 
 /// Encodes a text as ids, which are valid until the next call. `special`: adds the tokens of
 /// eng_tokenizer_frame. Bytes that are not UTF-8 count as U+FFFD, as in Python's
 /// bytes.decode("utf-8", "replace"): one U+FFFD for each maximal part of a character. Errors: VALUE
-/// (a word of more than ENG_TOKENS_MAX_WORD bytes; unknown text without a token for it), MEMORY,
-/// INTERRUPTED.
+/// (a word of more than ENG_TOKENS_MAX_WORD bytes; unknown text without a token for it), LIBRARY
+/// (libutf8proc), MEMORY, INTERRUPTED (at interrupt level 1, too).
 eng_status eng_tokenizer_encode(const uint32_t **ids, int64_t *count, eng_tokenizer *tokenizer,
                                 const char *text, int64_t size, bool special);
 /// Decodes ids to a text, which is valid until the next call. `skip`: leaves out special tokens.
-/// Errors: VALUE (an id without a token).
+/// Errors: VALUE (an id without a token), MEMORY.
 eng_status eng_tokenizer_decode(const char **text, int64_t *size, eng_tokenizer *tokenizer,
                                 const uint32_t *ids, int64_t count, bool skip);
 /// Returns whether cutting a text after a line feed never changes its ids. The line feed must be

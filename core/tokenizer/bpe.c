@@ -1,10 +1,11 @@
 // Byte-pair encoding of a word. Called by words.c.
 //
-// Byte mode: if the splitter's last step turns bytes into GPT-2's characters, encoding skips that
-// step and uses tables that are indexed by bytes.
+// Byte mode: if the splitter's last step turns bytes into GPT-2's characters, and the model has no
+// prefix, suffix or BYTE_FALLBACK, encoding skips that step and uses tables that are indexed by
+// bytes.
 //
 // Cuts: if no merge's result contains two characters side by side, no merge ever joins the two. So
-// words.c may cut a word between them.
+// words.c may cut a word between them, unless the model has a prefix, a suffix or IGNORE_MERGES.
 #include "tokenizer.h"
 
 #include <stdlib.h>

@@ -1,5 +1,5 @@
 // Scanners: hand-written matchers for the regular expressions of known tokenizers, in place of an
-// engine for regular expressions. Each scanner's comment shows its expression.
+// engine for regular expressions. The comment of such a scanner shows its expression.
 // lua/engine/data/tokenizer_steps.lua maps expressions to scanners. Called by split.c and
 // normalize.c.
 #define _GNU_SOURCE   // memmem
@@ -168,7 +168,7 @@ static int64_t match_at(int scan, text t, int64_t at)
   case ENG_SCAN_NUMERIC: return run_up_to(t, at, UC_NUMBER, 1);    // \p{N}
   case ENG_SCAN_DIGITS: return run_of(t, at, UC_NUMBER);           // \p{N}+
   case ENG_SCAN_DIGITS3: return run_up_to(t, at, UC_NUMBER, 3);    // \p{N}{1,3}
-  case ENG_SCAN_PUNCTUATION: return run_up_to(t, at, UC_PUNCTUATION, 1);
+  case ENG_SCAN_PUNCTUATION: return run_up_to(t, at, UC_PUNCTUATION, 1);   // BERT's rule
   case ENG_SCAN_WORDS:                                     // \w+|[^\w\s]+
     bits = class_at(t, at, &n);
     if (bits & UC_WORD) return run_of(t, at, UC_WORD);

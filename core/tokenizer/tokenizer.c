@@ -162,7 +162,7 @@ eng_status eng_tokenizer_token(eng_tokenizer *t, int64_t id, const char *text, i
           "tokenizer: the id %lld belongs to two tokens, '%.*s' and '%.*s'", (long long)id,
           shown(t->by_id[id].size), t->names.data + t->by_id[id].at, shown(size), text);
   FAIL_IF(!(fabs(score) < 1e300), ENG_ERR_FORMAT, "tokenizer: token '%.*s': expected a score "
-          "within +-1e300, got %g", shown(size), text, score);
+          "above -1e300 and below 1e300, got %g", shown(size), text, score);
   ENG_TRY(name_token(t, id, text, size));
   if (!texts_set(&t->vocab, text, size, (uint32_t)id)) return no_memory();
   if (t->model == ENG_TOKENS_UNIGRAM) {

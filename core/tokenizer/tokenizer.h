@@ -234,8 +234,8 @@ bool       step_begins(const step *s, const char *text, int64_t size);
 /// returns false.
 bool       pattern_replace(buffer *out, const char *text, int64_t size, int scan, const char *what,
                            int64_t length, const char *with, int64_t with_size);
-/// Appends the bytes that GPT-2's characters in a text represent. If the text has other characters,
-/// appends nothing and returns false.
+/// Appends the bytes that GPT-2's characters in a text represent and returns true. If the text has
+/// other characters, appends nothing and returns false.
 bool       bytes_of(buffer *out, const char *text, int64_t size);
 
 // ---- scan.c
@@ -265,8 +265,9 @@ eng_status unigram_word(eng_tokenizer *t, const char *word, int64_t size);
 eng_status wordpiece_word(eng_tokenizer *t, const char *word, int64_t size);
 /// Sets the error VALUE, because neither `word` nor unknown text has a token, and returns it.
 eng_status unknown_missing(const char *word, int64_t size);
-/// Appends the tokens of the bytes of unknown text (<0xE2> and so on). If the tokenizer has no
-/// BYTE_FALLBACK or one of these tokens is missing, appends nothing and returns false.
+/// Appends the tokens of the bytes of unknown text (<0xE2> and so on) and returns true. If the
+/// tokenizer has no BYTE_FALLBACK or one of these tokens is missing, appends nothing and returns
+/// false.
 bool       fall_back(eng_tokenizer *t, const char *text, int64_t size);
 
 // ---- decode.c

@@ -1,7 +1,8 @@
-// Encodes words, with a cache of words seen before. A byte-pair word is cut between two characters
-// that no merge joins (bpe.c). Its parts are encoded and cached separately; their ids in order are
-// the ids of the whole word. Cutting speeds up tokenizers that treat a whole text as one word
-// (Llama 2). Called by split.c and, to build the tables, by tokenizer.c.
+// Encodes words, with a cache of words seen before. A byte-pair word of more than UNCUT bytes is
+// cut between two known characters that no merge joins (bpe.c). Its parts are encoded and cached
+// separately; their ids in order are the ids of the whole word. Cutting speeds up tokenizers that
+// treat a whole text as one word (Llama 2). Called by split.c and, to build the tables, by
+// tokenizer.c.
 #include "tokenizer.h"
 
 #include <stdio.h>
