@@ -20,7 +20,7 @@ static line_completer *current_completer;
 static void *completer_data;
 static bool was_interrupted;
 
-static char *plain_line;      // the line from getline, used when there is no terminal
+static char *plain_line;      // the line from getline, used when lines are not edited
 static size_t plain_size;
 
 bool line_is_edited(void)

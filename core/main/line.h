@@ -14,11 +14,13 @@ typedef void line_completer(void *data, const char *before, char *insert, size_t
                             char *list, size_t list_size);
 
 /// Reads a line, without its newline, into *text, which is valid until the next call. Returns
-/// LINE_END at the end of the input (Ctrl-D) and LINE_INTERRUPTED after Ctrl-C. Without a terminal,
-/// reads plain stdin. `complete` may be NULL.
+/// LINE_END at the end of the input (Ctrl-D) and LINE_INTERRUPTED after Ctrl-C. An edited line is
+/// cut to 65535 bytes. If lines are not edited (line_is_edited) or libedit fails, reads plain
+/// stdin. `complete` may be NULL.
 line_result line_read(const char **text, const char *prompt, line_completer *complete, void *data);
 
-/// Adds an entry to the history and, unless `file` is NULL, saves the history to this file.
+/// Adds an entry, unless it is empty, to the history and, unless `file` is NULL, saves the history
+/// to this file.
 void line_history_add(const char *entry, const char *file);
 void line_history_load(const char *file);
 

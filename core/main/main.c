@@ -3,7 +3,7 @@
 // Owns the Lua state and the REPL's terminal. Called by the system and, through engine.host, by
 // Lua.
 #define _GNU_SOURCE
-#include "engine.h"     // eng_version, eng_interrupt
+#include "engine.h"     // eng_version, eng_interrupted
 #include "line.h"       // line_read
 #include "openmp.h"     // openmp_configure
 #include "signals.h"    // signals_catch
@@ -72,10 +72,11 @@ static bool is_plumbing(const char *frame, size_t length)
   return false;
 }
 
-// Pushes `text`, a message with its traceback, shortened for the script's author. Drops the
-// engine's own frames. Drops the whole traceback if it only repeats the message's position, or if
-// the message names a file (such as a policy) that has no frame in the traceback. A message about
-// the engine's own files stays complete.
+// Pushes `text`, a message with its traceback, shortened for the script's author. If the traceback
+// has frames of the engine's own files, drops them and those of error, pcall and xpcall. Then drops
+// the whole traceback if it only repeats the message's position, or if the message names a file
+// (such as a policy) that has no frame in it. A traceback without own frames stays complete, and so
+// does a message about the engine's own files.
 static void push_trimmed(lua_State *L, const char *text)
 {
   static const char head[] = "\nstack traceback:";
@@ -129,7 +130,7 @@ static void keep_locals(lua_State *L)
   }
 }
 
-// Converts any error value to text with a traceback.
+// Converts an error value to text, with a traceback unless the value asks for none. nil stays nil.
 static int on_error(lua_State *L)
 {
   if (keeps_locals) keep_locals(L);
@@ -157,7 +158,7 @@ static int on_error(lua_State *L)
 }
 
 // Calls the function that lies below its `n_args` arguments on the stack. On an error prints the
-// message and returns false.
+// message, unless it is nil, and returns false.
 static bool call(lua_State *L, int n_args, int n_results)
 {
   int base = lua_gettop(L) - n_args;
@@ -247,7 +248,8 @@ static int l_trim(lua_State *L)
 static int seriousness(int status) { return status >= 128 ? 1 : status; }
 
 // run_status(status): called with 0 when a run begins, and with the run's status (as in
-// lua/engine/train/loop.lua) when it has ended. The most serious status becomes the exit status.
+// lua/engine/train/loop.lua) when it has ended. The most serious status becomes the exit status,
+// unless the script fails for another reason.
 static int l_run_status(lua_State *L)
 {
   int status = luaL_checkint(L, 1);
@@ -299,8 +301,8 @@ static bool has_modules(const char *folder)
 }
 
 // Finds the executable, the library it is linked with, and the Lua modules: ../share/lua/5.1 when
-// installed, lua/ in the tree (../../lua for a build in build/NAME). Returns false if there are no
-// Lua modules.
+// installed, lua/ in the tree (../lua for a build in build, ../../lua for one in build/NAME).
+// Returns false if there are no Lua modules.
 static bool find_places(const char *argv0)
 {
   static const char *const places[] = {"lua", "../share/lua/5.1", "../../lua", "../lua"};
@@ -448,7 +450,7 @@ static bool run_options(lua_State *L, const options *o, char **argv)
 }
 
 // Sets the global `arg`: arg[0] is the script, and the words before the script have negative
-// indices.
+// indices. Without a script, arg[0] is the name of the binary.
 static void set_arg(lua_State *L, int argc, char **argv, int script)
 {
   if (script >= argc) script = 0;
@@ -576,8 +578,9 @@ static bool check_gc64(lua_State *L)
   return wide;
 }
 
-// Whether a word is a subcommand: it has only lowercase letters, "_" and "-", and no file has this
-// name. A folder of this name, such as runs/, does not count, because it is not a script.
+// Whether a word is a subcommand: it begins with a lowercase letter, has only lowercase letters,
+// "_" and "-", and no file has this name. A folder of this name, such as runs/, does not count,
+// because it is not a script.
 static bool is_command(const char *word)
 {
   if (eng_file_kind(word) == ENG_FILE_REGULAR || eng_file_kind(word) == ENG_FILE_OTHER ||
@@ -642,8 +645,8 @@ static void abandon_runs(lua_State *L)
   if (luaL_loadbuffer(L, code, sizeof code - 1, "=abandon") == 0) lua_pcall(L, 0, 0, 0);
 }
 
-// Writes the output that is still buffered. If output is lost now or was lost earlier, reports that
-// and turns status 0 into RESULTS_LOST. Runs after os.exit() as well.
+// Writes the output to stdout that is still buffered. If output is lost now or was lost earlier,
+// reports that and turns status 0 into RESULTS_LOST. Runs after os.exit() as well.
 static void check_stdout(int status, void *nothing)
 {
   (void)nothing;

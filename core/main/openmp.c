@@ -12,8 +12,8 @@
 #include <string.h>
 #include <unistd.h>
 
-// Converts the text of an OpenMP stack size, such as "4M", to bytes. Returns 0 if the text is not a
-// valid size. A number without a unit is in kilobytes.
+// Converts the text of an OpenMP stack size, such as "4M", to bytes. Returns 0 if the text does not
+// begin with a size. A number without a unit is in kilobytes.
 static size_t stack_bytes(const char *text)
 {
   char *end;
@@ -34,7 +34,8 @@ static void *start_when_free(void *lock)
   return NULL;
 }
 
-// Whether one thread per core (at most 256) can start with a stack of `bytes` each.
+// Whether one thread per core (at most 256) can start with a stack of `bytes` each. Also true if
+// pthread_attr_setstacksize refuses the size.
 static bool threads_fit(size_t bytes)
 {
   enum { MOST = 256 };

@@ -19,8 +19,8 @@ static int rank;
 static bool has_run;                                    // whether a trainer has begun a run
 static bool (*is_own_place)(const char *place, size_t length);
 
-// Raises the error of an interrupt. The error names a line of the script, even if the signal
-// arrived inside one of the engine's Lua files.
+// Raises the error of an interrupt. The error names a line of the script (unless none is running),
+// even if the signal arrived inside one of the engine's Lua files.
 static void stop_hook(lua_State *L, lua_Debug *record)
 {
   lua_Debug frame;
@@ -101,7 +101,8 @@ void signals_run_begun(void) { has_run = true; }
 
 // SIGHUP. After `kill -HUP` a run rereads its policy's file. The signal has no effect after a run;
 // if no run has begun, the process ends as usual. If the terminal closed (the signal then comes
-// from the kernel), the run stops as on Ctrl-C, unless it was started with nohup.
+// from the kernel), a run stops as on Ctrl-C, and a process without one ends. A process that was
+// started with nohup neither stops nor ends.
 static void on_hangup(int signal_number, siginfo_t *from, void *context)
 {
   (void)context;

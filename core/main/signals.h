@@ -5,8 +5,9 @@
 #include <stdbool.h>
 #include <stddef.h>
 
-/// Installs the handlers. `rank`: only rank 0 prints. `own_place` returns whether a position is in
-/// the engine's own Lua files. The error of an interrupt names a position outside these files.
+/// Installs the handlers. `rank`: only rank 0 prints about interrupts. `own_place` returns whether
+/// a position is in the engine's own Lua files. The error of an interrupt names a position outside
+/// these files, if there is one.
 void signals_catch(lua_State *L, int rank, bool (*own_place)(const char *place, size_t length));
 /// Keeps the handlers from using the Lua state from now on.
 void signals_leave(void);
