@@ -42,7 +42,7 @@ eng_status eng_file_remove(const char *path);
 /// Locks the file `path` against other processes until eng_file_unlock or the end of this process.
 /// Creates the file if it is missing and writes this process's id into it. `lock` is -1 if the file
 /// system has no locks. Errors: STATE (this or another process holds the lock; the text gives the
-/// id of that process), IO.
+/// id of that process, if it is known), IO.
 eng_status eng_file_lock(int *lock, const char *path);
 void       eng_file_unlock(int lock);
 /// The names in a directory, sorted bytewise, without "." and "..".
@@ -65,8 +65,9 @@ typedef struct eng_safetensors_entry {
   int64_t begin, end;
 } eng_safetensors_entry;
 
-/// Opens a file. Errors: IO (missing, unreadable), FORMAT (a header that violates the format),
-/// DTYPE (a dtype that this engine does not support; the text names it).
+/// Opens a file. Errors: IO (missing, unreadable), FORMAT (a header that violates the format, or a
+/// tensor of more than ENG_MAX_DIMS dimensions), DTYPE (a dtype that this engine does not support;
+/// the text names it), MEMORY.
 eng_status  eng_safetensors_open(eng_safetensors **out, const char *path);
 /// Closes the file. NULL is allowed.
 void        eng_safetensors_close(eng_safetensors *file);
@@ -88,14 +89,17 @@ eng_status eng_safetensors_metadata(const char **key, const char **value,
 typedef struct eng_safetensors_writer eng_safetensors_writer;
 eng_status eng_safetensors_begin(eng_safetensors_writer **out, const char *path);
 /// Adds a tensor, which may have any strides. Tensors are written row-major, in the order of these
-/// calls. eng_safetensors_commit reads the tensors, so they must live until then.
+/// calls. eng_safetensors_commit reads the tensors, so they must live until then. Errors: STATE (a
+/// weight divided among ranks), VALUE (a name that is reserved or not UTF-8).
 eng_status eng_safetensors_add(eng_safetensors_writer *writer, const char *name,
                                const eng_tensor *x);
+/// Adds a metadata pair. Errors: VALUE (text that is not UTF-8, or a key that occurs twice).
 eng_status eng_safetensors_annotate(eng_safetensors_writer *writer, const char *key,
                                     const char *value);
 /// Writes a temporary file, syncs it and renames it to the path. *crc (unless NULL) receives the
-/// file's CRC-32C. Always frees the writer. On an error no temporary file remains, and the
-/// old file is unchanged, unless only the final sync of the directory failed.
+/// file's CRC-32C. Always frees the writer. On an error no temporary file remains, and the old file
+/// is unchanged, unless only the final sync of the directory failed. Errors: VALUE (two tensors of
+/// the same name), STALE, MEMORY, IO.
 eng_status eng_safetensors_commit(eng_safetensors_writer *writer, uint32_t *crc);
 /// Frees a writer that was not committed. NULL is allowed.
 void       eng_safetensors_abort(eng_safetensors_writer *writer);
@@ -106,8 +110,8 @@ void       eng_safetensors_abort(eng_safetensors_writer *writer);
 /// socket, mode 0600, with a line-based protocol. Other users are rejected, up to 8 clients are
 /// served at a time, and no client can make the run wait.
 typedef struct eng_attach eng_attach;
-// Limits in bytes for each client. LINE: a line that it sends. ANSWER: all replies that it has not
-// read yet.
+// Limits in bytes for each client. LINE: a line that it sends, with its newline. ANSWER: all
+// replies that the run keeps for it, because the socket's buffer is full.
 enum { ENG_ATTACH_LINE = 65536, ENG_ATTACH_ANSWER = 1 << 20 };
 /// Opens the socket at `path`. The path of its folder may have any length. A file name that is too
 /// long is an error (IO). Replaces a socket on which no process listens. Errors: STATE (another
@@ -121,8 +125,8 @@ void       eng_attach_close(eng_attach *server);
 /// the number of the client that sent it.
 bool eng_attach_poll(const char **line, int64_t *length, int *client, eng_attach *server,
                      int milliseconds);
-/// Sends a line to a client. Disconnects a client with more than ENG_ATTACH_ANSWER unread bytes.
-/// Does nothing if the client has disconnected.
+/// Sends a line to a client. Disconnects a client for which more than ENG_ATTACH_ANSWER bytes would
+/// have to be kept. Does nothing if the client has disconnected.
 void       eng_attach_answer(eng_attach *server, int client, const char *text, int64_t size);
 /// eng_attach_here returns whether a client is still connected, eng_attach_count the number of
 /// clients.
@@ -153,11 +157,12 @@ enum { ENG_HISTORY_BLOCK = 256 };
 
 /// Opens a history. `write` is for the run itself, and creates the file if it is missing. Without
 /// `write`, the history is opened read-only; any process may do so, even while the run writes.
-/// Errors: IO; FORMAT (the file is not a history, is from a newer engine, or has views or
-/// triggers).
+/// Errors: IO; FORMAT (the file is not a history, is from a newer engine, or has views, triggers,
+/// virtual tables or computed columns; without `write`, it is empty); LIBRARY (no thread); MEMORY.
 eng_status eng_history_open(eng_history **out, const char *path, bool write);
-/// Commits queued rows and closes the history. Always frees it. NULL is allowed. Errors: IO (rows
-/// of this run were lost, now or earlier).
+/// Commits queued rows and closes the history. Always frees it, except in a forked child, where it
+/// does nothing. NULL is allowed. Errors: IO (rows of this run were lost, now or earlier, or the
+/// file was removed or replaced).
 eng_status eng_history_close(eng_history *history);
 /// Does the same as eng_history_close, but reports no error and leaves the thread's error text
 /// unchanged. It is for a garbage collector, which may run after a failed call and before the
@@ -171,8 +176,9 @@ const char *eng_history_columns(void);
 /// the following functions append to a queue. They return IO once if the writing thread has failed
 /// (disk full). The row is still queued and is written when the disk has room again, so a run can
 /// continue after the error. They also return IO once if SQLite has refused a row, which is then
-/// left out. When the queue is full, a call waits for room; while commits fail it drops its row
-/// instead, and an event 'history' later records how many rows were dropped.
+/// left out, or if the file was removed or replaced. When the queue is full, a call waits for room;
+/// while commits fail it drops its row instead, and an event 'history' later records how many rows
+/// were dropped. Other errors: STATE (opened without `write`), VALUE (a row of more than 4 MiB).
 eng_status eng_history_step(eng_history *history, const eng_record *record,
                             const eng_verdict *verdict, double tokens);
 /// Appends one row to `tensor_stats`: statistics of tensors 0..n-1 in parameter order.
@@ -209,26 +215,27 @@ eng_status eng_history_policy(eng_history *history, const char *hash, const char
 /// tensor_stats use the same index.
 eng_status eng_history_parameter(eng_history *history, int index, const char *name, int ndim,
                                  const int64_t *shape, const char *gradient);
-/// Prepares for a run that continues at `step`: deletes the rows of this and later steps and
-/// appends an event 'resumed', in one transaction. Waits for the commit.
+/// Prepares for a run that continues at `step`: deletes the rows of this and later steps, except
+/// events 'resumed', and appends an event 'resumed', in one transaction. Waits for the commit.
 eng_status eng_history_resume(eng_history *history, int64_t step);
-/// Waits until everything appended so far is committed. Errors: IO (a commit failed).
+/// Waits until everything appended so far is committed. Errors: IO (a commit failed or, not yet
+/// reported, a row was refused or the file was removed or replaced).
 eng_status eng_history_flush(eng_history *history);
 
 /// One read-only SQL statement on a history. Indices of parameters and columns count from 0.
 typedef struct eng_query eng_query;
 /// Prepares a statement. It reads all rows that were appended before this call, except rows that
-/// could not be committed. Errors: VALUE (an SQL error, or a statement that does more than read,
-/// such as BEGIN or ATTACH).
+/// could not be committed. Errors: VALUE (an SQL error, no or several statements, or a statement
+/// that does more than read, such as BEGIN or ATTACH), IO, FORMAT, MEMORY.
 eng_status  eng_query_open(eng_query **out, eng_history *history, const char *sql);
 void        eng_query_close(eng_query *query);
 int         eng_query_parameters(const eng_query *query);
 eng_status  eng_query_bind_int(eng_query *query, int parameter, int64_t value);
 eng_status  eng_query_bind_double(eng_query *query, int parameter, double value);
 eng_status  eng_query_bind_text(eng_query *query, int parameter, const char *value, int64_t bytes);
-/// Goes to the next row; *row is false if there is none. Errors: FORMAT (a value does not have the
-/// type of its column, a step is negative, or the query does more work than a valid file of this
-/// size can need), INTERRUPTED, IO.
+/// Goes to the next row; *row is false if there is none. Errors: FORMAT (the file is damaged, a
+/// value does not fit its column, a step is negative, or the query does more work than a limit that
+/// grows with the file's size), INTERRUPTED, IO.
 eng_status  eng_query_next(bool *row, eng_query *query);
 int         eng_query_columns(const eng_query *query);
 const char *eng_query_name(const eng_query *query, int column);
@@ -240,12 +247,13 @@ enum {
 int         eng_query_type(const eng_query *query, int column);
 int64_t     eng_query_int(const eng_query *query, int column);
 double      eng_query_double(const eng_query *query, int column);
-/// Returns the text or blob in a column, valid until the next row, and its size in bytes.
+/// Returns the text or blob in a column, valid until the next row, and its size in bytes; NULL if
+/// it is empty.
 const void *eng_query_bytes(int64_t *size, const eng_query *query, int column);
 
 /// Unpacks a blob of the table tensor_stats or of the column steps.hist. *n receives the number of
-/// tensors in the blob. A blob of steps.hist describes one tensor, by its histogram alone. Fills at
-/// most `capacity` entries of `stats`. Errors: FORMAT.
+/// tensors in the blob. A blob of steps.hist describes one tensor, by its histogram and by amax,
+/// which holds eng_record.amax_f16. Fills at most `capacity` entries of `stats`. Errors: FORMAT.
 eng_status eng_history_unpack(int *n, eng_tensor_stats *stats, int capacity, const void *blob,
                               int64_t size);
 

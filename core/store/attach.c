@@ -1,6 +1,6 @@
 // The attach socket of a run: a Unix socket in the run's directory, over which other processes of
-// the same user exchange lines with the run. The run never waits for a client: it keeps unread
-// replies up to a limit, and then disconnects the client. Lua defines the protocol
+// the same user or of root exchange lines with the run. The run never waits for a client: it keeps
+// unread replies up to a limit, and then disconnects the client. Lua defines the protocol
 // (lua/engine/run/control.lua, lua/engine/cli/attach.lua). This file has both the server and the
 // client side. Called by Lua: the trainer between steps, and `engine attach`.
 #define _GNU_SOURCE   // accept4, struct ucred
@@ -119,7 +119,8 @@ static eng_status make_socket(int *fd, const char *path)
 
 // ---- the server side
 
-/// Removes a socket file on which no process listens.
+/// Removes a socket file on which no process listens, if there is one. Errors: STATE (a process
+/// listens), IO (another kind of file).
 static eng_status remove_stale(const struct sockaddr_un *address, const char *path, int folder,
                                const char *name)
 {
@@ -236,8 +237,8 @@ static bool push_out(client *c)
   return true;
 }
 
-/// Reads available bytes. Returns false when the client has disconnected or sent a line that is too
-/// long.
+/// Reads up to CHUNK available bytes. Returns false when the client has disconnected or sent a line
+/// that is too long.
 static bool pull_in(client *c)
 {
   char chunk[CHUNK];

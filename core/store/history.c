@@ -95,7 +95,7 @@ static eng_status moved_error(const eng_history *history)
     history->path);
 }
 
-/// Commits the queued rows and ends the writer thread.
+/// Lets the writer thread commit the queued rows once more, and ends it.
 static void stop_writer(eng_history *history)
 {
   delist(history);
@@ -226,7 +226,8 @@ static const char *reason_of(char *room, const eng_verdict *verdict)
   return room;
 }
 
-// Returns whether a histogram was computed. If it was not, all its counts are 0.
+// Returns whether a histogram has a count above 0. If none was computed, all counts are 0; they are
+// also 0 if every gradient is 0, inf or nan.
 static bool is_counted(const int64_t hist[ENG_HIST_BINS])
 { return hist[0] != 0 || memcmp(hist, hist + 1, (ENG_HIST_BINS - 1) * sizeof hist[0]) != 0; }
 

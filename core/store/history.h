@@ -3,8 +3,8 @@
 // engine_files.h.
 //
 // A message in the queue is one statement with its parameters in order. So the thread does not
-// interpret rows, with two exceptions: it numbers the attempts of a step (HISTORY_STEP), and it
-// runs HISTORY_RESUME itself. Included by history*.c.
+// interpret rows, with two exceptions: for a step (HISTORY_STEP) it numbers the attempts and sums
+// up finished blocks, and it runs HISTORY_RESUME itself. Included by history*.c and the fuzzer.
 #pragma once
 
 #include "engine.h"
@@ -103,8 +103,8 @@ struct eng_history {
   pthread_cond_t  done;             // the thread has finished a round
   uint8_t  *queue;                  // a ring of messages, none of which wraps around
   uint64_t  head, tail;             // bytes written and consumed. Modulo HISTORY_QUEUE they are
-                                    // offsets in `queue`. Both restart at 0 when the queue is
-                                    // empty.
+                                    // offsets in `queue`. Both restart at 0 when a row is appended
+                                    // to an empty queue.
   uint64_t  appended, committed;    // how many messages were appended and committed
   uint64_t  rounds;                 // rounds of the thread, whether or not the commit succeeded
   bool      stop, hurry;            // hurry: start a round now, not at the end of the period
@@ -138,8 +138,8 @@ void      *history_writer_run(void *history);
 
 /// Opens a read-only connection and checks that the file is a history of a known schema.
 eng_status history_reader_open(sqlite3 **out, const char *path);
-/// Checks the application id and the schema version. Sets *fresh to whether the database is empty.
-/// If `fresh` is NULL, an empty database is an error.
+/// Checks the application id and the schema version, and that the database has plain tables only.
+/// Sets *fresh to whether the database is empty. If `fresh` is NULL, an empty database is an error.
 eng_status history_check(sqlite3 *db, const char *path, bool *fresh);
 
 /// Returns the largest number of bytes that the packed statistics of n tensors can take.

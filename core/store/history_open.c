@@ -68,7 +68,8 @@ static char *immutable_uri(const char *path)
   return uri;
 }
 
-// SQLite's authorizer: a query may read tables and pragmas and call functions, nothing else.
+// SQLite's authorizer: a query may read tables, read pragmas without an argument, and call
+// functions other than load_extension, nothing else.
 static int allow(void *unused, int action, const char *name, const char *value,
                  const char *database, const char *view)
 {

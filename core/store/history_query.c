@@ -124,8 +124,9 @@ eng_status eng_query_bind_text(eng_query *query, int parameter, const char *valu
 }
 
 // Describes what is wrong with a value: its type is not its column's declared type (SQLite stores
-// any type in any column), it is SQL's NULL in a column that needs a value, or it is an integer out
-// of range. Returns NULL for a good value, and for an expression, which has no declared type.
+// any type in any column; an integer in a REAL column is good), it is SQL's NULL in a column that
+// needs a value, or it is an integer out of range. Returns NULL for a good value, and for an
+// expression, which has no declared type.
 static const char *damage(sqlite3_stmt *statement, int column)
 {
   const char *declared = sqlite3_column_decltype(statement, column);

@@ -1,6 +1,6 @@
 // The history's thread: takes messages from the queue and commits them in one transaction per
-// round. A failed round is rolled back and retried later; messages leave the queue only when they
-// are committed. Owns the writing connection and the schema. Called by history.c.
+// round. A failed round is rolled back and retried later; messages leave the queue only when their
+// round is committed. Owns the writing connection and the schema. Called by history.c.
 #include "base/error.h"
 #include "history.h"
 
