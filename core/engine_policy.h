@@ -80,9 +80,9 @@ typedef struct eng_tensor_stats {
 } eng_tensor_stats;
 
 /// Computes statistics of a contiguous f32, f16 or bf16 tensor in one pass, as eng_tensor_stats
-/// defines them for gradients: inf, nan, zeros, underflow, amax, sum_squares and, with
-/// ENG_NEED_HIST, the exponent histogram. `needs`: ENG_NEED_*. Errors: DTYPE, VALUE (not
-/// contiguous), DEVICE.
+/// defines them for gradients: count, inf, nan, and those of zeros, underflow, amax, sum_squares
+/// (ENG_NEED_NORM) and the exponent histogram that `needs` (ENG_NEED_*) lists; the others are 0.
+/// Errors: DTYPE, VALUE (not contiguous), DEVICE.
 eng_status eng_stats(eng_tensor_stats *out, const eng_tensor *x, unsigned needs);
 
 /// What a policy reads about a step. amax and norm are true (unscaled) magnitudes of the finite
@@ -101,7 +101,7 @@ typedef struct eng_record {
   int32_t capped;
   double  norms[4];           // ENG_NORM_* of the update before this step; NaN: not known
   // For the history: the largest finite |g|, as stored, of all f16 gradients. -1: no gradient is
-  // f16. 0: unknown.
+  // f16. 0: unknown, or no f16 gradient has a finite element other than 0.
   double  amax_f16;
   int64_t hist[320];          // the last member: run/swap.lua leaves it out of copies
 } eng_record;
@@ -170,7 +170,8 @@ void eng_policy_limits(int64_t memory, int64_t instructions, double seconds);
 
 /// Compiles and checks a policy. `file` is the name shown in messages. Options are given as `n`
 /// pairs of text; a value is parsed as the type of the option's default: a number ("0.5", "2^16",
-/// "inf"), "true" or "false", or text. Errors: POLICY, with file and line; MEMORY.
+/// "inf"), "true" or "false", or text. Errors: POLICY, with the file and, if one is known, the
+/// line; MEMORY.
 eng_status eng_policy_load(eng_policy **out, const char *source, int64_t bytes, const char *file,
                            const char *const *names, const char *const *values, int n);
 /// Frees a policy. NULL is allowed.
@@ -179,10 +180,11 @@ void       eng_policy_describe(eng_policy_info *out, const eng_policy *policy);
 /// Describes option `index`, counted from 0. Errors: VALUE (no such option).
 eng_status eng_policy_option_get(eng_policy_option *out, const eng_policy *policy, int index);
 
-/// Replaces the policy's state by a fresh one and drops earlier verdicts. Errors: POLICY.
+/// Replaces the policy's state by a fresh one, and forgets the last good verdict and the number of
+/// failures. Errors: POLICY.
 eng_status eng_policy_init(eng_policy *policy);
-/// Returns the current loss scale. It comes from the fresh state, the last good verdict or
-/// eng_policy_set_scale, whichever set it last.
+/// Returns the current loss scale. It comes from the fresh, restored or migrated state, the last
+/// good verdict or eng_policy_set_scale, whichever set it last.
 double     eng_policy_scale(const eng_policy *policy);
 /// Sets the current scale, and also state.scale if the state has a number of this name. The rest of
 /// the state, including its counters, is unchanged. Errors: VALUE (not a positive finite number),
@@ -190,8 +192,8 @@ double     eng_policy_scale(const eng_policy *policy);
 eng_status eng_policy_set_scale(eng_policy *policy, double scale);
 
 /// Names the tensors of eng_policy_decide's `stats` and the group of each (group_of[i] < n_groups,
-/// or -1; NULL: -1 for each). `scalable`: this run can scale groups separately, so a verdict may
-/// contain `scales`.
+/// or -1; NULL: -1 for each). Forgets the scales of groups in the last good verdict. `scalable`:
+/// this run can scale groups separately, so a verdict may contain `scales`.
 eng_status eng_policy_tensors(eng_policy *policy, const char *const *names, const int32_t *group_of,
                               int n, const char *const *groups, int n_groups, bool scalable);
 /// Returns the loss scale of a group in the last good verdict: its entry in `scales` or, if it has
@@ -231,9 +233,10 @@ bool eng_policy_name_get(eng_policy_name *out, int index);
 
 /// Runs the policy on a record to get its verdict. `stats` has an entry for each tensor of
 /// eng_policy_tensors, or is NULL. Returns ENG_OK unless the policy has no state (STATE). If the
-/// policy raises an error, exceeds a limit or returns an invalid verdict, verdict.failed is 1 and
-/// verdict.reason says why. Then scale, clip and lr_mul come from the last good verdict, the action
-/// is skip on overflow, else step, and the policy's state is restored.
+/// policy raises an error, exceeds a limit, returns an invalid verdict or leaves a state that is
+/// not plain data, verdict.failed is 1 and verdict.reason says why. Then scale, clip and lr_mul
+/// come from the last good verdict, the action is skip on overflow, else step, and the policy's
+/// state is restored.
 eng_status eng_policy_decide(eng_verdict *out, eng_policy *policy, const eng_record *record,
                              const eng_tensor_stats *stats);
 
@@ -246,13 +249,13 @@ const char *eng_policy_logged(double *value, const eng_policy *policy, int index
 const char *eng_policy_printed(eng_policy *policy);
 enum { ENG_POLICY_LOGS = 64, ENG_POLICY_PRINTS = 2048 };   // values in a `log`; bytes printed
 
-/// Writes the policy's state and last good verdict as canonical text: numbers are exact and keys
-/// are sorted, so the same state always gives the same bytes. The policy owns the text, which is
-/// valid until the next save. Signals and tensor names are not saved. Errors: STATE, POLICY (the
-/// policy changed its options).
+/// Writes the policy's state, its number of failures, and the scale, scales, clip and lr_mul of the
+/// last good verdict as canonical text: numbers are exact and keys are sorted, so the same state
+/// always gives the same bytes. The policy owns the text, which is valid until the next save.
+/// Signals and tensor names are not saved. Errors: STATE, MEMORY.
 eng_status eng_policy_save(const char **text, int64_t *bytes, eng_policy *policy);
-/// Restores a saved text. On an error the state is unchanged. Errors: FORMAT, POLICY (saved by
-/// another policy).
+/// Restores a saved text. On an error the state is unchanged. Errors: FORMAT, POLICY (saved by a
+/// policy of another name), MEMORY.
 eng_status eng_policy_restore(eng_policy *policy, const char *text, int64_t bytes);
 /// Lets `policy` continue from `old`, which is unchanged. If `policy` has a function `migrate`,
 /// that function makes the new state. Otherwise, if both policies have the same name, `policy`

@@ -1,8 +1,8 @@
 // string.find, match, gmatch and gsub for policies. They have LuaJIT's semantics (a pattern ends at
 // a zero byte, and character classes follow ASCII), but bounded work, because LuaJIT's functions
-// may backtrack for hours inside one call. Every loop here charges one instruction per iteration to
-// the policy's budget. Charging also reads the clock at intervals, so a match ends within the
-// policy's limits.
+// may backtrack for hours inside one call. Every loop here whose length depends on the subject or
+// the pattern charges one instruction per iteration to the policy's budget. Charging also reads the
+// clock at intervals, so a match ends within the policy's limits.
 // Called by policy_library.c, and by policy_verdict.c for patterns in a verdict.
 // spec/fuzz/pattern.c compares these functions with LuaJIT's and checks the charges.
 #include "policy_vm.h"

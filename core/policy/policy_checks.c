@@ -1,6 +1,7 @@
 // Functions that most scalers need: checks of options in `init` (check.positive, check.floor ...),
 // and changes of the scale in `decide` (back_off, grow, rescale) with their reasons.
-// policies/README.md lists them. They keep no state; a policy could define them itself in Lua.
+// policies/README.md lists them. They keep nothing outside the policy's state; a policy could
+// define them itself in Lua.
 // Called by policy_library.c when a policy is loaded.
 #include "policy_vm.h"
 
@@ -171,7 +172,7 @@ static int check_rescale(lua_State *L)
 }
 
 // check.limits(options): checks init_scale and its limits, min_scale (0: no limit) and max_scale
-// (infinite: no limit), and returns the initial scale.
+// (infinite: no limit), and returns init_scale, which may lie outside the limits.
 static int check_limits(lua_State *L)
 {
   lua_settop(L, 1);
@@ -181,8 +182,8 @@ static int check_limits(lua_State *L)
   option_in(L, 2, FLOAT32);
   double least = option(L, 3), most = option(L, 4);
   if (!(least >= 0 && most > 0 && least <= most)) {
-    lua_pushfstring(L, "expected 0 <= min_scale <= max_scale, got min_scale = %f, max_scale = %f",
-                    least, most);
+    lua_pushfstring(L, "expected 0 <= min_scale <= max_scale and max_scale > 0, got "
+                    "min_scale = %f, max_scale = %f", least, most);
     return lua_error(L);
   }
   lua_pushnumber(L, option(L, 2));
@@ -270,10 +271,11 @@ static int grow(lua_State *L)
   return verdict(L, to, false);
 }
 
-// rescale(state, record, options): returns a verdict that sets only the loss scale. Policies that
-// decide about updates (they clip, skip or repeat steps) leave the scale to this function. With
-// options.loss_scale above 0 the scale is fixed. Otherwise it follows dynamic.lua's rule, with
-// options.growth_interval and the count of good steps in state.good.
+// rescale(state, record, options): returns a verdict that sets only the loss scale, or stops the
+// run if the scale would become 0. Policies that decide about updates (they clip, skip or repeat
+// steps) leave the scale to this function. With options.loss_scale above 0 the scale is fixed.
+// Otherwise it follows dynamic.lua's rule, with options.growth_interval and the count of good steps
+// in state.good.
 static int rescale(lua_State *L)
 {
   double scale = scale_of(L), fixed = number_field(L, 3, "loss_scale");

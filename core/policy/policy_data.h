@@ -78,9 +78,8 @@ const char *data_find(const char *at, const char *key);
 int data_by_key(const void *left, const void *right);
 
 /// Appends the canonical text of the value at `at`. In a table, the keys 1..n come first, then the
-/// other keys in the order of data_by_key. A double is written with the fewest digits that restore
-/// it, or as `inf`, `nan` or `-0.0`.
+/// other keys in the order of data_by_key. eng_number_text writes the doubles.
 void data_text(data_blob *text, const char *at);
-/// Parses text in the form that data_text writes; spaces are allowed. Returns false, with a message
-/// in `error`, if the text does not have this form or memory runs out.
+/// Parses text in the form that data_text writes; white space is allowed. Returns false, with a
+/// message in `error`, if the text does not have this form or memory runs out.
 bool data_parse(data_blob *out, const char *text, size_t size, char *error, size_t error_size);

@@ -132,9 +132,9 @@ static int call_wrapped(lua_State *L)                  // upvalues: see box_func
   return lua_error(L);
 }
 
-// table.insert and table.move ignore metatables. So this function refuses a constant as their
-// target: argument 1 of insert, argument 1 or 5 of move. An insert moves all later elements and is
-// charged for their number.
+// table.insert and table.move ignore metatables. So this function refuses a constant as argument 1
+// of either, or as argument 5 of move. An insert moves all later elements and is charged for their
+// number.
 static int box_writing(lua_State *L)                   // upvalues: see box_function
 {
   if (lua_gettop(L) == 3 && lua_istable(L, 1) && lua_isnumber(L, 2)) {

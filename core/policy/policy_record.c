@@ -1,7 +1,8 @@
 // The record as a policy sees it: userdata that reads the host's structures on access. A decision
 // pays only for the fields it reads; nothing is copied, and nothing is writable. Owns the names of
 // tensors and groups, the groups' sums, and the signals. Called by policy_vm.c when a policy is
-// loaded, by policy_library.c for pairs() and tostring(), and by policy_verdict.c to find names.
+// loaded, by policy_library.c for pairs(), ipairs() and tostring(), by policy_verdict.c to find
+// names, and by Lua (eng_policy_tensors, eng_policy_signal).
 #include "policy_vm.h"
 
 #include "base/error.h"
@@ -119,8 +120,8 @@ static int unknown_field(lua_State *L, const char *what, const char *const *name
 }
 
 // Returns the field that the key at index 2 names. Raises an error if there is no such field, or if
-// the policy's `needs` do not list it. `what` names the fields' owner in messages; in: IN_RECORD or
-// IN_STATS.
+// the policy's `needs` must list it and do not. `what` names the fields' owner in messages; in:
+// IN_RECORD or IN_STATS.
 static const field *find_field(lua_State *L, const field_map *map, const char *what, int in)
 {
   const char *key = lua_tostring(L, 2);
@@ -576,7 +577,7 @@ eng_status eng_policy_tensors(eng_policy *p, const char *const *names, const int
 {
   for (int i = 0; i < n; ++i)
     FAIL_IF(group_of && (group_of[i] < -1 || group_of[i] >= n_groups), ENG_ERR_VALUE,
-            "policy %s: tensor '%s': expected a group index below %d, or -1, got %d", p->name,
+            "policy %s: tensor '%s': expected a group index from -1 and below %d, got %d", p->name,
             names[i], n_groups, group_of[i]);
   // A view takes a few hundred bytes, so views are made only for policies that read them.
   if (p->needs & ENG_NEED_TENSORS) {

@@ -1,7 +1,8 @@
 // Running a policy's code under limits: an allocator with a cap, an instruction budget enforced by
-// a count hook, a time limit, and protected calls. A call that exceeds a limit ends with an error
-// that the policy cannot catch. Owns the limits that a policy gets when it is loaded. Called by the
-// other files of this folder.
+// a count hook, a time limit, and protected calls. A call that exceeds the limit on instructions or
+// time ends with an error that the policy cannot catch. An allocation past the limit on memory
+// raises an error that it can catch. Owns the limits that a policy gets when it is loaded. Called
+// by the other files of this folder and by Lua (eng_policy_limits).
 #include "policy_vm.h"
 
 #include "base/error.h"
@@ -14,7 +15,7 @@
 
 enum {
   HOOK_INTERVAL = 256,            // Lua instructions between two checks of the budget
-  CLOCK_INTERVAL = 4096,          // Lua instructions between two readings of the clock
+  CLOCK_INTERVAL = 4096,          // Lua instructions, at least, between two readings of the clock
   BYTES_PER_INSTRUCTION = 64,     // allocating this many bytes costs one instruction of the budget
   STACK_ROOM = 256 << 10,         // bytes of C stack that nested calls may take
 };

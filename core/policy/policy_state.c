@@ -188,7 +188,8 @@ static void keep_keys_task(eng_policy *p, void *argument)
 }
 
 // Records the layout of `good` in `flat`, if the state is a flat table of at most FLAT_FIELDS
-// numbers and booleans. Copies the bytes of `good` to `next`, so later snapshots write only values.
+// numbers and booleans whose keys are strings. Copies the bytes of `good` to `next`, so later
+// snapshots write only values.
 static void learn_layout(eng_policy *p)
 {
   int n = 0;
@@ -208,8 +209,8 @@ static void learn_layout(eng_policy *p)
   if (!p->next.failed) p->n_flat = n;
 }
 
-// Writes the values of a flat state to `next`. Returns false if the state's fields or their types
-// changed.
+// Writes the values of a flat state to `next`. Returns false if the state's fields, their order or
+// their types changed.
 static bool snapshot_flat(eng_policy *p)
 {
   lua_State *L = p->L;
@@ -324,7 +325,8 @@ static void put_scale(lua_State *L, double scale)         // into the state on t
   lua_setfield(L, -2, "scale");
 }
 
-static void default_state_task(eng_policy *p, void *argument)   // { scale = options.init_scale }
+// Leaves { scale = options.init_scale } on the stack, or {} if there is no such option.
+static void default_state_task(eng_policy *p, void *argument)
 {
   (void)argument;
   double scale = option_number(p, "init_scale");
@@ -399,9 +401,10 @@ static eng_status adopt(eng_policy *p, const char *maker, double scale)
   return ENG_OK;
 }
 
-// Copies the old policy's last verdict (clip, factor on the learning rate, scales of groups), if
-// both policies have the same name or the new policy is for FP8 layers. So FP8 layers keep their
-// scales and formats until the new policy's first decision.
+// Copies the old policy's last verdict (clip, factor on the learning rate and, if groups can be
+// scaled, the scales of groups that both policies have), if both policies have the same name or the
+// new policy is for FP8 layers. So FP8 layers keep their scales and formats until the new policy's
+// first decision.
 static void keep_verdict(eng_policy *p, const eng_policy *old)
 {
   if (!p->fp8 && strcmp(p->name, old->name) != 0) return;

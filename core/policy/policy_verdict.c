@@ -186,7 +186,7 @@ static bool read_scales(eng_policy *p, eng_verdict *out, const verdict_field *f)
       int group = i < p->n_tensors ? p->group_of[i] : i - p->n_tensors;
       if (group < 0) continue;
       if (p->group_next[group] > 0 && p->group_next[group] != scale)
-        return policy_refuse(p, "the scales %g and %g for the group '%.60s'; expected one",
+        return policy_refuse(p, "the scales %.15g and %.15g for the group '%.60s'; expected one",
                              fmin(p->group_next[group], scale), fmax(p->group_next[group], scale),
                              p->groups[group]);
       p->group_next[group] = scale;
@@ -199,7 +199,8 @@ static double true_norm(const eng_policy *p, const eng_tensor_stats *s)
 { return sqrt(s->sum_squares) / (p->judged->scale * gradstats_relative_scale(s)); }
 
 // Limits a norm to `limit`: the joint norm of the tensors of `group` or, if group is -1, the norm
-// of tensor `only`. With `exactly`, sets the norm to `limit`, whether it was larger or smaller.
+// of tensor `only`. With `exactly`, sets a norm above 0 to `limit`, whether it was larger or
+// smaller.
 static void limit_norm(eng_policy *p, int only, int group, double limit, bool exactly)
 {
   if (!p->judged_stats) return;                              // no statistics per tensor (replay)
@@ -258,8 +259,9 @@ static bool read_numbers(eng_policy *p, eng_verdict *out, const verdict_field *f
     for (int i = 0; i < p->n_tensors; ++i) {
       if (!names_tensor(p, named, i)) continue;
       if (values[i] >= 0 && values[i] != value)
-        return policy_refuse(p, "the %s %g and %g for the tensor '%.60s'; expected one", f->name,
-                             fmin(values[i], value), fmax(values[i], value), p->tensors[i]);
+        return policy_refuse(p, "the %s %.15g and %.15g for the tensor '%.60s'; expected one",
+                             f->name, fmin(values[i], value), fmax(values[i], value),
+                             p->tensors[i]);
       values[i] = value;
     }
   }
@@ -386,7 +388,7 @@ static const verdict_field fields[] = {
   {"lr_muls", ENG_NEED_LR_MULS, read_numbers, "a table { name = factor }",
    "a finite factor, 0 or more", ENG_EACH_LR},
   {"reset_moments", ENG_NEED_RESET_MOMENTS, read_reset,
-   "true, a name, a pattern, or a list of these", NULL, 0},
+   "true, a name, a pattern, or a list of names and patterns", NULL, 0},
   {"update_clip", ENG_NEED_UPDATE_CLIP, read_limit, "a positive number", NULL, AT(update_clip)},
   {"spike_clip", ENG_NEED_SPIKE_CLIP, read_limit, "a positive number", NULL, AT(spike_clip)},
   {"logit_muls", ENG_NEED_LOGIT_MULS, read_logit_muls, "a table { head = factor }",

@@ -124,15 +124,17 @@ struct eng_policy {
 
 /// Creates the Lua state with its limits and its stack slots. Returns false if memory runs out.
 bool policy_open(eng_policy *policy);
-/// Runs `task` in protected mode, without limits. The task may raise Lua errors and leave one
-/// result on the stack. Errors: POLICY with the Lua message; MEMORY.
+/// Runs `task` in protected mode, without limits unless the task calls policy_enter. The task may
+/// raise Lua errors. Leaves the task's last value, or nil, on the stack. Errors: POLICY with the
+/// Lua message; MEMORY; the stack then has only the fixed slots.
 eng_status policy_protected(eng_policy *policy, void (*task)(eng_policy *, void *), void *argument);
 /// policy_enter puts the policy's limits in force for one call, and policy_leave lifts them. Call
 /// policy_enter before the policy's own code runs (init, decide, migrate, the file itself), and
 /// policy_leave afterwards.
 void policy_enter(eng_policy *policy);
 void policy_leave(eng_policy *policy);
-/// Subtracts `work` Lua instructions from the budget. Raises an error when the budget is exhausted.
+/// Subtracts `work` Lua instructions from the budget. Raises an error if the call must end: the
+/// budget or the time is exhausted, or an interrupt has arrived.
 void policy_charge(eng_policy *policy, int64_t work);
 /// Raises an error if C calls and Lua calls nest too deeply.
 void policy_check_stack(eng_policy *policy);
@@ -145,8 +147,9 @@ const char *policy_intern(lua_State *L, const char *name);
 eng_status policy_call(eng_policy *policy, int n);
 /// Returns the text of the error value on top of the stack, without running the policy's code.
 const char *policy_error_text(eng_policy *policy);
-/// Returns the number of the first source line with `word =` outside a comment. For "return",
-/// returns the number of the last line with that word. Returns 1 if there is no such line.
+/// Returns the number of the first source line with `word =` outside a comment of one line. For
+/// "return", returns the number of the last line with that word. Returns 1 if there is no such
+/// line.
 int policy_line_of(const eng_policy *policy, const char *word);
 
 // ---- policy_constant.c

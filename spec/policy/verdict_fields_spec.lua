@@ -39,8 +39,9 @@ describe("a verdict", function()
     { "lr_muls", "{ a = 2, ['a.w'] = 3 }", "the lr_muls 2 and 3 for the tensor 'a.w'" },
     { "lr_muls", "{ ['c.*'] = 3 }", "'lr_muls' for 'c.*', which matches no group and no tensor; " ..
       "one tensor is called 'a.w'" },
-    { "reset_moments", "1", "expected true, a name, a pattern, or a list of these" },
-    { "reset_moments", "{ true }", "expected true, a name, a pattern, or a list of these" },
+    { "reset_moments", "1", "expected true, a name, a pattern, or a list of names and patterns" },
+    { "reset_moments", "{ true }",
+      "expected true, a name, a pattern, or a list of names and patterns" },
     { "reset_moments", "'c'", "'reset_moments' for 'c', which matches no group and no tensor" },
     { "update_clip", "0", "update_clip = 0; expected a positive number" },
     { "update_clip", "0/0", "expected a positive number" },
