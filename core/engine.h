@@ -61,8 +61,8 @@ typedef struct eng_format {
   int32_t min_exponent;       // floor(log2) of the smallest normal number
   int32_t is_signed;          // 0: no sign bit (ue8m0, ue4m3)
   double largest;             // largest finite number: 65504 for f16
-  double overflow;            // smallest double that rounds to inf (e4m3: to nan): 65520 for f16;
-                              // inf if no finite double does (f64, ue8m0, e2m1)
+  double overflow;            // smallest double that rounds to inf (e4m3, ue4m3: to nan): 65520 for
+                              // f16; inf if no finite double does (such as f64, ue8m0, e2m1, int8)
   double normal;              // smallest normal number
   double smallest;            // smallest number above zero
 } eng_format;
@@ -86,7 +86,7 @@ typedef struct eng_tensor_info {
   int64_t count;              // number of elements
   int32_t ndim, dtype;
   int32_t requires_grad;      // 1: backward() computes its gradient
-  int32_t is_leaf;            // 1: no recorded operation made it
+  int32_t is_leaf;            // 1: no operation that is on the tape made it
   int32_t owner;              // 0: the current step, 1: kept until freed, 2: a parameter set
   int32_t contiguous;         // 1: row-major without gaps
   int64_t step;               // the step in which the tensor was made
@@ -119,12 +119,12 @@ eng_status eng_info(eng_tensor_info *out, const eng_tensor *x);
 /// Converts `count` elements in host memory from format `from` to the dtype of `x` and stores them
 /// in `x`. Conversions to floating point round to nearest even. Conversions to integers round
 /// toward zero and saturate, and NaN becomes 0. Errors: SHAPE (`x` does not have `count` elements),
-/// DTYPE.
+/// DTYPE, VALUE (`source` is NULL).
 eng_status eng_write(const eng_tensor *x, const void *source, int from, int64_t count);
 
 /// Copies all elements in row-major order into host memory in format `to`, with the conversions of
-/// eng_write. With `to` = f64, a negative NaN that has a payload becomes the default NaN, because
-/// LuaJIT would take the payload for a type tag.
+/// eng_write. With `to` = f64, a negative quiet NaN that has a payload becomes the default NaN,
+/// because LuaJIT would take the payload for a type tag.
 eng_status eng_read(void *target, int to, int64_t count, const eng_tensor *x);
 
 /// Computes a 64-bit checksum of the bits of a contiguous tensor in any memory: the XXH64 hash of
@@ -134,15 +134,17 @@ eng_status eng_checksum(uint64_t *out, const eng_tensor *x);
 /// Returns the XXH64 hash, with seed 0, of `size` bytes of host memory.
 uint64_t eng_hash64(const void *data, int64_t size);
 
-/// Reads the value of a tensor with one element as a double.
+/// Reads the value of a tensor with one element as a double, with eng_read's treatment of NaN.
+/// Errors: SHAPE.
 eng_status eng_item(double *out, const eng_tensor *x);
 
 /// Sets every element to `value`.
 eng_status eng_fill(const eng_tensor *x, double value);
 
-/// eng_uniform fills `x` with uniform numbers in [low, high), eng_normal with normal numbers of the
-/// given `mean` and `std`. The numbers come from the engine's counter-based generator (Philox
-/// 4x32-10) and are the same on every device.
+/// eng_uniform fills `x` with uniform numbers in [low, high) (`low` if both are equal), eng_normal
+/// with normal numbers of the given `mean` and `std`. Integer dtypes get the numbers rounded down.
+/// The numbers come from the engine's counter-based generator (Philox 4x32-10) and are the same on
+/// every device. Errors: VALUE (not finite, low > high, std < 0), DTYPE (FP8).
 eng_status eng_uniform(const eng_tensor *x, double low, double high);
 eng_status eng_normal(const eng_tensor *x, double mean, double std);
 
@@ -156,7 +158,8 @@ eng_status eng_copy(const eng_tensor *target, const eng_tensor *source);
 
 // ------------------------------------------------------------------ steps and memory
 
-/// Opens a step: tensors made from now on live until eng_step_end. Steps do not nest.
+/// Opens a step: tensors made from now on, except kept ones, live until eng_step_end. Errors: STATE
+/// (a step is open; steps do not nest).
 eng_status eng_step_begin(void);
 
 /// Ends the step: every tensor of the step becomes stale, the tape is emptied, and the next step
@@ -169,7 +172,7 @@ int64_t eng_step_count(void);
 /// Open and close a scope, for instance around evaluation or sampling. eng_scope_begin stores the
 /// scope's start in `mark`; eng_scope_end drops the tensors created since then, except kept ones.
 /// The tape must not refer to a dropped tensor. Scopes nest; every begin needs an end, even after
-/// an error.
+/// an error. Errors: GRADIENT (the tape refers to a dropped tensor), STATE (the scope has ended).
 eng_status eng_scope_begin(int64_t *mark);
 eng_status eng_scope_end(int64_t mark);
 
@@ -257,29 +260,32 @@ bool eng_op_supported(const char *device, int op);
 // ------------------------------------------------------------------ autograd
 
 /// Declares that the caller does not use a tensor of the step again. Its memory is freed at once
-/// unless another tensor over this memory is still in use, or a gradient rule on the tape reads it.
-/// Do not use `x` afterwards: once its memory is freed, this is an error (STALE).
+/// unless another tensor over this memory is still in use, a gradient rule on the tape reads it, a
+/// checkpoint is open, or `x` is a leaf that requires a gradient. Do not use `x` afterwards: once
+/// its memory is freed, this is an error (STALE).
 eng_status eng_done(const eng_tensor *x);
 
-/// Sets whether backward() computes the gradient of the leaf `x`.
+/// Sets whether backward() computes the gradient of the leaf `x`. Errors: GRADIENT (not a leaf),
+/// DTYPE (not floating-point).
 eng_status eng_requires_grad(const eng_tensor *x, bool on);
 
 /// Turns recording on or off; returns the previous setting.
 bool eng_grad_enabled(bool on);
 
-/// Begin and end an activation checkpoint. Of the tensors that operations compute between these
-/// calls, only `results` [n] and tensors of up to 256 bytes keep their memory. The backward pass
-/// recomputes the others bit for bit before it needs them. eng_checkpoint_begin returns false if
-/// recording is off or a checkpoint is open already; then do not call eng_checkpoint_end. After an
-/// error, pass n = -1; then nothing is freed.
+/// Begin and end an activation checkpoint. Of the tensors that recorded operations compute between
+/// these calls, only `results` [n], tensors of up to 256 bytes and the results of operations with a
+/// gradient written in Lua keep their memory. The backward pass recomputes the others bit for bit
+/// before it needs them. eng_checkpoint_begin returns false if recording is off or a checkpoint is
+/// open already; then do not call eng_checkpoint_end. After an error, pass n = -1; then nothing is
+/// freed.
 bool       eng_checkpoint_begin(void);
 eng_status eng_checkpoint_end(const eng_tensor *results, int n);
 
 /// Runs the backward pass from a loss of one element. `seed` (the loss scale) is the gradient of
 /// the loss. The pass adds to the gradients of leaves, and then empties the tape unless `retain` is
 /// true. The call returns early at each Lua node on the tape: see eng_backward_resume. Errors:
-/// GRADIENT (nothing requires a gradient, or the tape was emptied), SHAPE (not one element), STATE
-/// (a pass is running).
+/// GRADIENT (nothing requires a gradient, the tape was emptied, or a tensor that a rule reads was
+/// modified), SHAPE (not one element), STATE (a pass is running), and those of operations.
 eng_status eng_backward(const eng_tensor *loss, double seed, bool retain);
 
 /// Sets the relative scale (1 by default) of the operations recorded from now on: a factor on their
@@ -300,14 +306,15 @@ eng_status eng_backward_input(int input, const eng_tensor *gradient);
 eng_status eng_backward_resume(void);
 /// Aborts a backward pass that waits for Lua (which raised an error) and empties the tape.
 void       eng_backward_abort(void);
-/// Records a Lua node on the tape: outputs y [n_out], computed from inputs x [n_in]. `id` (>= 0) is
-/// Lua's number for the gradient function.
+/// Records a Lua node on the tape, if recording is on and an input requires a gradient: outputs y
+/// [n_out], computed from inputs x [n_in]. `id` (>= 0) is Lua's number for the gradient function.
+/// Errors: VALUE (too few or too many tensors), GRADIENT (y is not a new tensor of this step).
 eng_status eng_record_lua(int64_t id, const eng_tensor *x, int n_in, const eng_tensor *y,
                           int n_out);
 
 /// Returns the gradient of a leaf after backward() as a tensor of the step. For a member of a
 /// parameter set, this tensor is a view of the set's buffer. *out has slot 0 if the leaf has no
-/// gradient.
+/// gradient. Errors: STATE (the gradient is divided among ranks).
 eng_status eng_gradient(eng_tensor *out, const eng_tensor *x);
 /// Drops the gradient of one leaf.
 eng_status eng_clear_gradient(const eng_tensor *x);
@@ -361,8 +368,8 @@ eng_status eng_params_masters(eng_params *set, const int32_t *dtype);
 eng_status eng_params_precision(eng_params *set, const int32_t *low, const int32_t *gradient);
 /// Sets whether gradients add up over several backward passes; off at first. If on, the sums of f16
 /// and bf16 gradients are kept in f32: each term is still rounded to f16 or bf16, where it can
-/// overflow, and then added in f32. Gradients are cleared. Errors: STATE (the gradients are divided
-/// among ranks).
+/// overflow, and then added in f32. A change clears the gradients. Errors: STATE (a format would
+/// change and the gradients are divided among ranks, or a reference backward pass is running).
 eng_status eng_params_accumulate(eng_params *set, bool on);
 /// Rounds the master weights into the low-precision weights again. Needed only after writing
 /// through eng_tensor_info.data; the next operation notices writes by eng_write, eng_fill,
@@ -387,14 +394,14 @@ eng_status eng_params_stats(eng_record *record, eng_tensor_stats *stats, eng_par
 /// uses the newest request. `known`: the statistics of all parameters, with at least ENG_NEED_NORM,
 /// if the ranks have already computed them together; else NULL. Devices that compute statistics
 /// asynchronously (CUDA) do not accept `known`. Errors: STATE (nothing to fetch, too many pending),
-/// DTYPE, DEVICE.
+/// VALUE (too many losses), DTYPE, DEVICE.
 enum { ENG_STATS_PENDING = 4, ENG_STATS_LOSSES = 64 };
 eng_status eng_params_stats_start(eng_params *set, unsigned needs, const eng_tensor *losses,
                                   int n_losses, const eng_tensor_stats *known);
 eng_status eng_params_stats_fetch(eng_record *record, eng_tensor_stats *stats, double *loss,
                                   eng_params *set, double scale);
-/// `forget` drops all pending requests. `withdraw` drops the newest request, after its step failed.
-/// Errors: STATE (none is pending).
+/// `forget` drops all pending requests, if there are any. `withdraw` drops the newest request,
+/// after its step failed. Errors: STATE (none is pending).
 void eng_params_stats_forget(eng_params *set);
 eng_status eng_params_stats_withdraw(eng_params *set);
 /// Multiplies every gradient by `factor`. f32 gradients are scaled in place. For other formats the
@@ -524,7 +531,8 @@ eng_status eng_optimizer_new(eng_optimizer **out, eng_params *set, int kind, int
 void eng_optimizer_free(eng_optimizer *state);
 /// Changes each parameter's index into eng_update.groups. Errors: VALUE.
 eng_status eng_optimizer_groups(eng_optimizer *state, const int32_t *group_of);
-/// Sets how updates round bf16 masters (ENG_ROUND_*); nearest at first. Errors: VALUE.
+/// Sets how updates round bf16 masters (ENG_ROUND_*); nearest at first. Drops the rounding errors
+/// that kahan has kept. Errors: VALUE.
 eng_status eng_optimizer_rounding(eng_optimizer *state, int rounding);
 /// Updates every parameter that has a gradient. Errors: VALUE; STATE (a lagged update without
 /// statistics); DEVICE (`norms` in a lagged update on a card).
@@ -552,10 +560,12 @@ typedef struct eng_graph eng_graph;
 eng_status eng_graph_begin(eng_graph **out, eng_params *set, const eng_tensor *batch, int n);
 eng_status eng_graph_end(eng_graph *graph, const eng_tensor *loss);
 /// Computes the step on the batch; `seed` is the gradient of the loss. Errors: SHAPE (the batch has
-/// other addresses, shapes or dtypes than the captured one: run the step without the graph), STATE
-/// (gradients or low-precision weights have other addresses or formats than at the capture).
+/// other addresses, shapes or dtypes than the captured one: run the step without the graph), VALUE
+/// (as in eng_graph_begin), STATE (gradients, low-precision weights or FP8 copies have other
+/// addresses or formats than at the capture, or the capture is not finished).
 eng_status eng_graph_launch(eng_graph *graph, double seed, const eng_tensor *batch, int n);
-/// Returns the loss of the last launch, as a tensor that is valid until the next launch.
+/// Returns the loss of the last launch, as a tensor that is valid until the next launch. Errors:
+/// STATE (the capture is not finished).
 eng_status eng_graph_loss(eng_tensor *out, const eng_graph *graph);
 /// Frees a captured step. NULL is allowed.
 void       eng_graph_free(eng_graph *graph);
@@ -588,13 +598,15 @@ enum { ENG_THREADS_MAX = 4096 };
 /// Returns the current number.
 int eng_threads(int n);
 
-/// Measures the time of operations, with a row for each combination of operation, dtypes and
-/// shapes. `on` = true clears the rows and begins the measurement; false ends it and keeps the
-/// rows. Choosing a device also ends the measurement.
+/// Measures the time of operations, with a row for each combination of operation and `detail`.
+/// `on` = true clears the rows and begins the measurement; false ends it and keeps the rows.
+/// Choosing a device also ends the measurement.
 void eng_profile(bool on);
-/// All calls of one operation with the dtypes and shapes in `detail`: their number and seconds, the
-/// bytes of their inputs and outputs, and the floating-point operations of their matrix products
-/// (0 if they compute no matrix products).
+/// All calls of one operation with the same `detail`: their number and seconds, the bytes of their
+/// inputs and outputs, and the floating-point operations of their matrix products (0 if they
+/// compute no matrix products). `detail`: dtypes and shapes of the first two inputs, and the dtype
+/// of the first output. Passes over parameters have rows such as "(optimizer)". Of at most 512
+/// rows, the last one, "(all others)", sums up the calls for which there is no other row.
 typedef struct eng_profile_row {
   const char *op;
   char    detail[104];
@@ -604,8 +616,9 @@ typedef struct eng_profile_row {
 /// Fills up to `capacity` rows, in order of first use, and returns their number.
 int eng_profile_rows(eng_profile_row *rows, int capacity);
 
-/// Finds where inf and nan arise. `on` = true begins to check the outputs of every operation, which
-/// is slow; false ends the checks and keeps the findings. Choosing a device also ends the checks.
+/// Finds where inf and nan arise. `on` = true drops the findings and begins to check the first
+/// ENG_TRAP_OUTPUTS outputs of every operation, which is slow; false ends the checks and keeps the
+/// findings. Choosing a device also ends the checks.
 void eng_trap(bool on);
 /// Labels the following operations with a module number, which the caller chooses; 0 means no
 /// module. Operations of the backward pass have the label of the operation whose gradient they
@@ -625,15 +638,15 @@ typedef struct eng_trap_tensor {
 typedef struct eng_trap_site {
   const char *kernel, *op;
   int32_t nan, backward, module;
-  // Index, from 1, of the first input that contained inf (nan) before the call, such as data, a
-  // parameter or a constant. 0: inf (nan) arose in this operation.
+  // Index, from 1, of the first input (of the first ENG_TRAP_INPUTS) that contained inf (nan)
+  // before the call, such as data, a parameter or a constant. 0: inf (nan) arose in this operation.
   int32_t held_by;
   int32_t n_in, n_out;
   eng_trap_tensor in[6], out[3];
 } eng_trap_site;
 /// Searches the operations of a pass for the first one that produced inf although its inputs had
 /// none. If there is none, finds the first operation that had inf in its inputs and its outputs.
-/// `nan`: looks for nan instead of inf. Returns false if no output had inf (nan).
+/// `nan`: looks for nan instead of inf. Returns false if no checked output had inf (nan).
 bool eng_trap_found(eng_trap_site *out, bool nan, bool backward);
 
 /// Returns the instruction set that the CPU kernels use: "avx512", "avx2" or "plain". `force` is
@@ -664,7 +677,8 @@ int  eng_interrupt_signal(int number);
 /// level 2 and stops the script. 1: sets level 1, for a training loop, which then finishes its
 /// current step, ends, and sets policy 0 again. 2: sets level 2 without stopping the script, for a
 /// caller that waits inside a call; the call then returns, and the caller prints its own message.
-/// -1 only queries. Returns the previous value.
+/// -1 only queries. Returns the previous value. A terminal that closes during a training loop
+/// counts as Ctrl-C.
 int  eng_interrupt_policy(int policy);
 /// SIGHUP makes a run reload its policy's file. The signal handler calls eng_hangup. eng_hangups
 /// returns the number of signals since its last call.
@@ -675,8 +689,8 @@ int  eng_hangups(void);
 
 /// Returns the time of a monotonic clock in seconds; only differences are meaningful.
 double eng_clock(void);
-/// Sets *columns and *rows to the size of the terminal on file descriptor `fd`. Returns false if
-/// `fd` is not a terminal.
+/// Sets *columns and *rows to the size of the terminal on file descriptor `fd`, or to 80 and 24 if
+/// the size is unknown. Returns false if `fd` is not a terminal.
 bool eng_terminal(int *columns, int *rows, int fd);
 /// Waits; a signal ends the wait early.
 void eng_sleep(double seconds);

@@ -1,8 +1,8 @@
 // Activation checkpointing. A segment is a part of the tape, such as a block of a model. When it
-// ends, its tensors are freed, except its results and tensors of up to SMALL bytes. Before the
-// backward pass enters the segment, the segment's operations run again with the inputs, attributes,
-// random numbers and precision of their nodes, so the results are the same bit for bit. An
-// operation does not run again if nothing needs its outputs: neither a gradient rule nor another
+// ends, the tensors of its nodes are freed, except its results and tensors of up to SMALL bytes.
+// Before the backward pass enters the segment, the segment's operations run again with the inputs,
+// attributes, random numbers and precision of their nodes, so the results are the same bit for bit.
+// An operation does not run again if nothing needs its outputs: neither a gradient rule nor another
 // operation that runs again. An operation whose gradient is written in Lua never runs again,
 // because its outputs are not freed. Owns nothing: tape.c has the nodes and the open segment.
 // Called by Lua and by backward.c.

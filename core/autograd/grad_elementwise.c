@@ -106,7 +106,8 @@ eng_status grad_pow(grad_call *g)
   return ENG_OK;
 }
 
-// The gradient of maximum (minimum) goes to the larger (smaller) input; equal inputs get half each.
+// The gradient of maximum (minimum) goes to the larger (smaller) input; equal inputs get half each,
+// and none gets it if an input is NaN.
 static eng_status extreme(grad_call *g, int wins)
 {
   tensor *half, *shared_half;
@@ -148,7 +149,7 @@ eng_status grad_pow_scalar(grad_call *g)
   return grad_emit_op(g, 0, (op_call){.op = ENG_OP_mul, .in = {slope, g->dy[0]}});
 }
 
-// dx is dy where x lies within the bounds, inclusive, else 0.
+// dx is dy where y equals x, that is, where x lies within the bounds, inclusive; else 0.
 eng_status grad_clamp(grad_call *g)
 {
   tensor *dx;

@@ -1,5 +1,5 @@
-// Gradient rules of views, concatenation, indexing and reductions: each applies the inverse mapping
-// to dy. Called by backward.c.
+// Gradient rules of views, concatenation, indexing and reductions: each sends the elements of dy
+// back to the elements of x that they come from. Called by backward.c.
 #include "base/error.h"
 #include "op.h"
 #include "gradient.h"
@@ -86,7 +86,7 @@ eng_status grad_concat(grad_call *g)
   return ENG_OK;
 }
 
-/// Scatters dy into a tensor of x's shape, at the positions that `index` picked along `dim`.
+/// Adds the elements of dy to zeros of x's shape, at the positions that `index` picked along `dim`.
 static eng_status scatter(grad_call *g, int op, tensor *dy, tensor *index, int64_t dim)
 {
   const tensor *x = g->call->in[0];

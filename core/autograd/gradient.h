@@ -22,7 +22,8 @@ bool grad_wants(const grad_call *g, int k);
 
 /// Emits `dx` as the gradient of input k and takes ownership of it; drops it if input k requires no
 /// gradient. grad_emit sums dx over broadcast dimensions to the input's shape, rescales it from the
-/// node's relative scale to the input's, and rounds it to the input's dtype.
+/// node's relative scale to the input's, and rounds it to the input's dtype or, for a parameter, to
+/// the dtype of its gradient.
 eng_status grad_emit(grad_call *g, int k, tensor *dx);
 /// Runs an operation that has one output and emits the result as the gradient of input k.
 eng_status grad_emit_op(grad_call *g, int k, op_call c);
@@ -35,8 +36,10 @@ eng_status grad_emit_shared(grad_call *g, int k, tensor *dx);
 int grad_dtype(const grad_call *g, int k);
 
 /// Returns the gradient buffer of input k if that input is a parameter with the node's relative
-/// scale, or NULL if the rule must emit the gradient. The rule can write the gradient into this
-/// buffer instead of emitting it; if *accumulate is true, the rule must add to the contents.
+/// scale, or NULL if the rule must emit the gradient: for all other inputs, and for a parameter
+/// whose terms are rounded before they are summed (params_sums_terms) or whose gradient has no
+/// memory. The rule can write the gradient into this buffer instead of emitting it; if *accumulate
+/// is true, the rule must add to the contents.
 tensor *grad_target(grad_call *g, int k, bool *accumulate);
 /// Cancels grad_target after the rule failed to write.
 void grad_target_failed(grad_call *g, int k, bool accumulate);

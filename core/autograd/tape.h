@@ -21,8 +21,8 @@ typedef struct tape_node {
   uint64_t      drawn;
 } tape_node;
 
-/// Whether to record a call: recording is on, the operation is differentiable, and an input
-/// requires a gradient.
+/// Whether to record a call: recording is on, the tape is not frozen (or a node runs again), the
+/// operation is differentiable, and an input requires a gradient.
 bool tape_wants(const op_call *call);
 eng_status tape_record(const op_call *call);
 /// Whether a recorded operation computed x.

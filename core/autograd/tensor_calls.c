@@ -143,8 +143,9 @@ eng_status eng_write(const eng_tensor *handle, const void *source, int from, int
   return ENG_OK;
 }
 
-// Returns x, or the default NaN if x is a negative NaN with a payload. LuaJIT represents values
-// that are not numbers, such as strings, by such NaNs, and would take x for one of these values.
+// Returns x, or the default NaN if x is a negative quiet NaN with a payload. LuaJIT represents
+// values that are not numbers, such as strings, by such NaNs, and would take x for one of these
+// values.
 static double lua_number(double x)
 { return f64_bits(x) > 0xFFF8000000000000ull ? f64_from(0x7FF8000000000000ull) : x; }
 

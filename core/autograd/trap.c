@@ -1,9 +1,9 @@
 // Finds the origin of inf and nan. While the trap is on, the current device is a wrapper that
-// checks the outputs of every operation. For each pass (forward, backward), the wrapper stores the
-// first operation that produced inf and the first that produced nan, with statistics of their
-// tensors. The trap costs nothing while it is off. No other file depends on this one. Owns the
-// wrapper and its findings. Called by lua/engine/train/trap.lua, which repeats a step with the
-// trap on.
+// checks the first ENG_TRAP_OUTPUTS outputs of every operation that has a kernel. For each pass
+// (forward, backward), the wrapper stores the first operation that produced inf and the first that
+// produced nan, with statistics of their first tensors. The trap costs nothing while it is off. No
+// other file depends on this one. Owns the wrapper and its findings. Called by
+// lua/engine/train/trap.lua, which repeats a step with the trap on.
 #include "device/backend.h"
 
 #include "base/array.h"
@@ -58,8 +58,8 @@ static int module_of(int node)
 
 // ---- checking tensors
 
-/// Fills *out with the text, name and statistics of x. If memory runs out or x cannot be read, the
-/// statistics are 0.
+/// Fills *out with the text, name and statistics of x. If x is not floating-point or cannot be
+/// read, or memory runs out, the statistics are 0.
 static void look(eng_trap_tensor *out, const tensor *x)
 {
   memset(out, 0, sizeof *out);
