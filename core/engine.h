@@ -101,7 +101,8 @@ typedef struct eng_tensor_info {
 enum { ENG_AUTO = 0, ENG_KEEP = 1, ENG_STEP = 2 };
 
 /// Makes a tensor of `ndim` dimensions (0: a scalar), filled with zeros. `home` is its lifetime,
-/// for example ENG_KEEP. Errors: VALUE (a negative size, or too many dimensions), DTYPE, MEMORY.
+/// for example ENG_KEEP. Errors: VALUE (a negative size, too many dimensions, or a product of the
+/// sizes above 0 that exceeds 2^48), DTYPE, MEMORY.
 eng_status eng_new(eng_tensor *out, int dtype, int ndim, const int64_t *shape, int home);
 
 /// Copies `x` into a tensor that lives until eng_free, beyond the step of `x`. The copy is not
@@ -504,8 +505,9 @@ typedef struct eng_update {
   double  norm;
   const double *clips;          // [n] factor on each parameter's gradient; NULL: 1 each
   // NULL, or [n][ENG_NORMS]: receives sums of squares, added up in a fixed order. For a parameter
-  // without a gradient, entry ENG_NORM_UPDATE is 0 and the other entries are not written. On a card
-  // the call waits for the sums, and a lagged update cannot compute them.
+  // without a gradient, entry ENG_NORM_UPDATE is 0 and the other entries are not written. A lagged
+  // update that is skipped writes no entry. On a card the call waits for the sums, and a lagged
+  // update cannot compute them.
   double *norms;
   double  update_clip;          // limit on the norm of the change of all weights; 0: no limit
   double  spike_clip;           // with ENG_SPIKE_CLIP: limits |g| to sqrt(spike_clip v), where v is

@@ -1,5 +1,5 @@
 // Runs operations (op.h). Owns autocast's settings. ops.def is the list of operations, and infer.c
-// has the shape rules. Called by Lua, gradient rules, checkpoint.c and fp8/.
+// has the shape rules. Called by Lua, this folder and fp8/.
 #include "op.h"
 
 #include "base/error.h"

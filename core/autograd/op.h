@@ -1,6 +1,5 @@
 // Running operations. Every operation goes through op_run: check, apply the current precision,
-// allocate, compute, record. Called by Lua (eng_run, tensor_calls.c), gradient rules, checkpoint.c
-// and fp8/.
+// allocate, compute, record. Called by Lua (eng_run), this folder and fp8/. dist/ reads op_table.
 #pragma once
 
 #include "device/backend.h"

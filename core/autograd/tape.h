@@ -1,5 +1,5 @@
-// The tape: the recorded operations of a step, in order. Written by op.c and the FP8 layers; read
-// by the backward pass, checkpoint.c, fp8/ and dist/. See tape.c.
+// The tape: the recorded operations of a step, in order. Written by op.c, the FP8 layers and, for
+// gradients written in Lua, by Lua; read by this folder, fp8/ and dist/. See tape.c.
 #pragma once
 
 #include "device/backend.h"
