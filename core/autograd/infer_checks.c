@@ -1,5 +1,5 @@
 // Type promotion, broadcasting, and the checks of inputs that shape rules share. See infer.h, op.h.
-// Called by infer*.c, fp8/, op.c, profile.c and tensor_calls.c.
+// Called by infer*.c, fp8/infer.c, op.c, profile.c and tensor_calls.c.
 #include "base/error.h"
 #include "base/numerics.h"
 #include "infer.h"
