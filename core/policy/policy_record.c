@@ -577,7 +577,7 @@ eng_status eng_policy_tensors(eng_policy *p, const char *const *names, const int
 {
   for (int i = 0; i < n; ++i)
     FAIL_IF(group_of && (group_of[i] < -1 || group_of[i] >= n_groups), ENG_ERR_VALUE,
-            "policy %s: tensor '%s': expected a group index from -1 and below %d, got %d", p->name,
+            "policy %s: tensor '%s': expected a group index >= -1 and below %d, got %d", p->name,
             names[i], n_groups, group_of[i]);
   // A view takes a few hundred bytes, so views are made only for policies that read them.
   if (p->needs & ENG_NEED_TENSORS) {

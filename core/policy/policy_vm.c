@@ -369,7 +369,7 @@ void eng_policy_describe(eng_policy_info *out, const eng_policy *p)
 eng_status eng_policy_option_get(eng_policy_option *out, const eng_policy *p, int index)
 {
   FAIL_IF(index < 0 || index >= p->n_options, ENG_ERR_VALUE,
-          "policy %s: expected an option index from 0 and below %d, got %d", p->name, p->n_options,
+          "policy %s: expected an option index >= 0 and below %d, got %d", p->name, p->n_options,
           index);
   const policy_option *option = &p->options[index];
   *out = (eng_policy_option){ option->name, option->value, option->preset, option->type };

@@ -309,8 +309,8 @@ int64_t eng_safetensors_count(const eng_safetensors *file) { return file->count;
 eng_status eng_safetensors_get(eng_safetensors_entry *out, const eng_safetensors *file,
                                int64_t index)
 {
-  FAIL_IF(index < 0 || index >= file->count, ENG_ERR_VALUE, "%s: expected a tensor index from "
-          "0 and below %lld, got %lld", file->path, (long long)file->count, (long long)index);
+  FAIL_IF(index < 0 || index >= file->count, ENG_ERR_VALUE, "%s: expected a tensor index >= 0 "
+          "and below %lld, got %lld", file->path, (long long)file->count, (long long)index);
   *out = file->entries[index];
   return ENG_OK;
 }
@@ -349,7 +349,7 @@ eng_status eng_safetensors_metadata(const char **key, const char **value,
                                     const eng_safetensors *file, int64_t index)
 {
   FAIL_IF(index < 0 || index >= file->metadata_count, ENG_ERR_VALUE,
-          "%s: expected a metadata index from 0 and below %lld, got %lld", file->path,
+          "%s: expected a metadata index >= 0 and below %lld, got %lld", file->path,
           (long long)file->metadata_count, (long long)index);
   *key = file->metadata[index].key;
   *value = file->metadata[index].value;
