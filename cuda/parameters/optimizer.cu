@@ -8,9 +8,9 @@
 // square root.
 //
 // The values that change between updates (learning rate, factor, t) are in one piece of device
-// memory, `numbers`, which the host sends without waiting before the launch. The card itself
-// decides on a lagged update: the kernel `decide` reads the totals of the gradient statistics,
-// counts t, and sets the factor. Owns `numbers`.
+// memory, `numbers`, which the host sends before the launch (cuda_stage). The card itself decides
+// on a lagged update: the kernel `decide` reads the totals of the gradient statistics, counts t,
+// and sets the factor. Owns `numbers`.
 //
 // For the norms of the change, the weights and the moments, squares are summed in f64. The order is
 // the same on every card: a thread's elements, then lanes, warps and a tensor's chunks. The host

@@ -33,8 +33,9 @@ typedef struct span_table {
   int64_t      bytes;            // of the device memory
 } span_table;
 
-/// Brings the table up to date, and sends it to the card, without waiting, if something changed.
-/// `target` holds the destinations of unscaled gradients, or is NULL.
+/// Brings the table up to date, and sends it to the card if something changed. Waits for the card
+/// only if the table needs more device memory, or as cuda_stage does. `target` holds the
+/// destinations of unscaled gradients, or is NULL.
 eng_status spans_ready(span_table *table, const param_span *spans, int n, float *const *target);
 
 /// If the device memory at *memory is smaller than `bytes`, replaces it by memory of 5/4 of

@@ -28,8 +28,8 @@ eng_status cuda_status(cudaError_t result, const char *what)
 {
   if (result == cudaSuccess) return ENG_OK;
   cudaGetLastError();
-  FAIL_IF(result == cudaErrorMemoryAllocation, ENG_ERR_MEMORY, "cuda: out of device memory in %s; "
-          "hint: a smaller batch or context, or accumulate=N", what);
+  FAIL_IF(result == cudaErrorMemoryAllocation, ENG_ERR_MEMORY, "cuda: out of device or pinned "
+          "memory in %s; hint: a smaller batch or context, or accumulate=N", what);
   return error_set(ENG_ERR_DEVICE, "cuda: %s (%s) in %s%s", cudaGetErrorString(result),
                    cudaGetErrorName(result), what,
                    result == cudaErrorIllegalAddress || result == cudaErrorLaunchFailure ?
@@ -39,7 +39,7 @@ eng_status cuda_status(cudaError_t result, const char *what)
 
 /// Returns the ordinal of this process's card: the process's local rank modulo `count`, or 0 if no
 /// launcher set a local rank. Returns -1, with the error set, if a launcher's variable is not a
-/// number.
+/// number of at most nine digits.
 static int wanted_ordinal(int count)
 {
   static const char *const names[] = {"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID"};
@@ -48,8 +48,8 @@ static int wanted_ordinal(int count)
     if (!text || !*text) continue;
     if (strlen(text) < 10 && strspn(text, "0123456789") == strlen(text)) return atoi(text) % count;
     error_set(ENG_ERR_DEVICE,
-              "cuda: %s: expected the local rank of this process, an integer >= 0, got %.40s",
-              names[i], text);
+              "cuda: %s: expected the local rank of this process, an integer from 0 to 999999999, "
+              "got '%.40s'", names[i], text);
     return -1;
   }
   return 0;

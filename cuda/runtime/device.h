@@ -21,7 +21,8 @@ extern "C" {
 extern "C" {
 #endif
 
-/// The compute stream: all kernels, copies and products go to it, in order.
+/// The compute stream: all kernels, copies and products go to it, in order, except some of those
+/// that carry messages between ranks.
 cudaStream_t cuda_stream(void);
 /// The card's number of multiprocessors, and its compute capability times ten: 132 and 90 on an
 /// H200.

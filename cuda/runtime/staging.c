@@ -1,7 +1,8 @@
-// Copies from pageable host memory to the card without waiting for the card. The driver may wait
-// for all earlier work of the stream before it copies from pageable memory. So a step's data (its
-// batch, and what parameters/ sends) goes through a ring of pinned segments; a segment is reused
-// once the card has read it. Owns the ring. Called by device.cu and parameters/.
+// Copies from pageable host memory to the card. The driver may wait for all earlier work of the
+// stream before it copies from pageable memory. So a step's data (its batch, and what parameters/
+// sends) goes through a ring of pinned segments. The host waits for the card only when the ring
+// grows, and when it reuses a segment that the card has not read yet. Owns the ring. Called by
+// device.cu and parameters/.
 #include "device.h"
 #include "runtime.h"
 
@@ -36,7 +37,7 @@ static eng_status ring_make(int64_t wanted)
     ring.most = bytes /= 2;
     if (bytes == ring.bytes) return ENG_OK;
   }
-  CUDA_TRY(result);
+  ENG_TRY(cuda_status(result, "cudaMallocHost (pinned segments for copies to the card)"));
   if (ring.memory) {
     CUDA_TRY(cudaStreamSynchronize(cuda_stream()));
     CUDA_TRY(cudaFreeHost(ring.memory));

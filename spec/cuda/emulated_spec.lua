@@ -79,7 +79,8 @@ describe("a machine or card with limits", function()
   it("with an invalid local rank is refused", function()
     for _, rank in ipairs { "-1", "one" } do
       refused(engine("sm=90", JOB, "LOCAL_RANK=" .. rank),
-        "LOCAL_RANK: expected the local rank of this process, an integer >= 0, got " .. rank)
+        ("LOCAL_RANK: expected the local rank of this process, an integer from 0 to 999999999, " ..
+          "got '%s'"):format(rank))
     end
   end)
 
