@@ -1,14 +1,15 @@
 // The operation bias_grad on the card: column sums of dy [rows x n], in an order that depends only
-// on the shape.
+// on the shape, the format and whether rows are 16-byte aligned.
 //
 // There are two passes. The first cuts dy into tiles, about one for each block that an H200 can run
 // at the same time. A tile covers a chunk of rows and up to 512 bytes (32 lanes x 16 bytes) of each
 // row. A block of 8 warps sums one tile: a thread reads 16 bytes of a row at a time and has 8 rows
-// in flight. Then the sums of the lanes that share columns are added, and then the sums of the
-// warps, in a fixed order. A tile yields one partial sum for each of its columns. The second pass
-// adds the partial sums of all chunks and, if the call accumulates, the previous contents of the
-// output. Sums are in f32, or in f64 for f64 inputs. The operation cannot be faster than one read
-// of dy. Called through the device's table and by gemm_fused.c.
+// in flight. (If rows are not 16-byte aligned, a thread reads one element at a time, and a tile has
+// up to 32 columns.) Then the sums of the lanes that share columns are added, and then the sums of
+// the warps, in a fixed order. A tile yields one partial sum for each of its columns. The second
+// pass adds the partial sums of all chunks and, if the call accumulates, the previous contents of
+// the output. Sums are in f32, or in f64 for f64 inputs. The operation cannot be faster than one
+// read of dy. Called through the device's table and by gemm_fused.c.
 #include "kernel/element.h"
 #include "kernel/vector.h"
 

@@ -1,7 +1,7 @@
 // Descriptions of matrix products on the CUDA device: first by strides, like tensors, then in
 // cuBLASLt's form, column-major with leading dimensions. Host logic without CUDA, so
-// spec/cuda/gemm_host.c tests it on any machine. Called by gemm.c and gemm_fused.c; the other
-// files of this folder and images/conv.c use its types.
+// spec/cuda/gemm_host.c tests it on any machine. Called by gemm.c and gemm_fused.c; the other files
+// of this folder (except bias_grad.cu) and images/conv.c use its types.
 #pragma once
 
 #include "device/backend.h"

@@ -3,19 +3,21 @@
 // a table look-up and the launch.
 //
 // Choosing an algorithm: when a problem first occurs, cuBLASLt's heuristic suggests up to
-// CANDIDATES algorithms. Those that keep the guarantees below are timed on the current operands.
-// The fastest is stored in memory and in a file (gemm_cache.h), so that later runs use the same
-// algorithm. With ENGINE_CUBLASLT_SEARCH=0, for products too small to matter, and while the stream
-// is being captured into a graph, the first candidate is used without timing.
+// CANDIDATES algorithms. Those that keep the guarantees below are the candidates. If the file
+// (gemm_cache.h) names a candidate, it is used. Otherwise all candidates are timed on the current
+// operands. The fastest is stored in memory and in the file, so that later runs use the same
+// algorithm. There is no timing with ENGINE_CUBLASLT_SEARCH=0 (which also ignores the file), for
+// products too small to matter, and while the stream is being captured into a graph. Then this
+// process uses the first candidate for the problem, in later calls too.
 //
-// Guarantees: sums in f32 (f64 for f64) to the end; one rounding into C; f32 operands unrounded
-// unless ENGINE_TF32=1; and the same bits whenever the same algorithm runs. Of the ways to split a
-// sum over k, only one is allowed: partial sums stay in the workspace in the sum's own format, and
-// a separate step adds them. Another algorithm may give other bits, so the file (or
-// ENGINE_CUBLASLT_SEARCH=0) fixes the choice.
+// Guarantees: sums in f32 (f64 for f64; gemm_fp8.h for FP8) to the end; one rounding into C; f32
+// operands unrounded unless ENGINE_TF32=1; and the same bits whenever the same algorithm runs. Of
+// the ways to split a sum over k, only one is allowed: partial sums stay in the workspace in the
+// sum's own format, and a separate step adds them. Another algorithm may give other bits, so the
+// file (or ENGINE_CUBLASLT_SEARCH=0) fixes the choice.
 //
-// An algorithm's workspace is scratch memory that is taken for the launch only. If memory is short,
-// an algorithm with a smaller workspace is used.
+// An algorithm's workspace is scratch memory that is taken for the launch only. If memory is short
+// when the algorithm is chosen, one with a smaller workspace is used.
 //
 // Owns the handle and every problem's plan. Called by gemm.c, gemm_fused.c, gemm_fp8.c and
 // gemm_mx.c.
@@ -352,7 +354,7 @@ static eng_status time_candidate(float *milliseconds, const plan *x, const gemm_
   *milliseconds = INFINITY;
   float best = INFINITY;
   int launches = 1;
-  // Round 0 loads the kernel. Round 1 chooses how many launches (3 to 20) take about 0.2 ms.
+  // Round 0 loads the kernel. Round 1 chooses how many launches (2 to 20) take about 0.2 ms.
   // Rounds 2 and 3 measure.
   for (int round = 0; round < 4; round++) {
     CUDA_TRY(cudaEventRecord(before, cuda_stream()));

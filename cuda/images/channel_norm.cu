@@ -9,8 +9,9 @@
 //
 // A thread sums a run of RUN rows in f32 (in f64 if f32 would overflow), and adds the sums of its
 // runs in f64. In a run, x is split into the run's mean and the deviations from it, so that only
-// the deviations are rounded to f32. The shape alone determines the order of every sum. f64 inputs
-// are computed in f64 throughout. Called through the device's table.
+// the deviations are rounded to f32. The shape, the formats and the alignment of x, dy and the
+// output determine the order of every sum. f64 inputs are computed in f64 throughout. Called
+// through the device's table.
 #include "kernel/lanes.h"
 #include "kernel/team.h"
 

@@ -1,10 +1,11 @@
 // Convolution of images [N x H x W x C] on the card, and its gradients, as matrix products
 // (../gemm). As in im2col, the input pixels under the kernel at one place (a pixel of the result)
-// form one row of a matrix. The matrix is made in tiles of at most TILE_BYTES of scratch memory.
-// The product of a tile and the weights is rounded once. The gradient of x is computed in the same
-// way, from dy instead of x. The gradient of the weights adds the products of dy and the tiles in
-// f32 (f64 for f64), in order, and rounds the total once. A kernel of 1 x 1 with stride 1 and no
-// padding needs no copy. Groups are a batch of products. Called through the device's table.
+// form one row of a matrix. The matrix is made in tiles of at most TILE_BYTES of scratch memory, or
+// of one row if a row is longer. The product of a tile and the weights is rounded once. The
+// gradient of x is computed in the same way, from dy instead of x. The gradient of the weights adds
+// the products of dy and the tiles in f32 (f64 for f64), in order, and rounds the total once. A
+// kernel of 1 x 1 with stride 1 and no padding needs no copy of pixels. Groups are a batch of
+// products or, with a bias, one product after the other. Called through the device's table.
 #include "conv.h"
 
 #include "runtime/device.h"
