@@ -2,7 +2,8 @@
 // computes one row in plain arithmetic.
 //
 // There are two implementations. The tensor-core implementation (attention_forward.cu,
-// attention_backward.cu, attention_hopper*.cu) computes f16 and bf16 up to 128 wide. The plain
+// attention_backward.cu, attention_hopper*.cu) computes calls in which all tensors but lse and
+// entropy are f16, or all are bf16, up to 128 wide, with a scale from 1e-30 to 1e30. The plain
 // implementation (attention_plain.cu) computes everything else.
 //
 // Edge cases are as on the CPU. A row that sees no key has y = 0, lse = -inf and entropy 0, and
@@ -13,7 +14,8 @@
 // tensor cores return as Inf or NaN are recomputed one by one, in f32, by the functions below. Rows
 // of finite inputs are recomputed only if a sum leaves the range of f32.
 //
-// The shapes alone determine the order of sums. Included by the kernel files of this folder.
+// The order of sums depends only on shapes and formats, and on whether the card is a Hopper.
+// Included by the kernel files of this folder.
 #pragma once
 
 #include "kernel/element.h"

@@ -9,7 +9,7 @@
 // There are three kernels. The first computes delta of each row. The second computes dk and dv: a
 // block owns some keys and iterates over the queries. The third computes dq: a block owns some
 // queries and iterates over the keys. The second and third recompute the probabilities from lse.
-// Each result is written by one block, so the shapes alone determine the order of sums.
+// Each result is written by one block, so the order of sums is fixed.
 //
 // Probabilities and dscores stay in registers, because the result of one product has the register
 // layout of the next product's operand.

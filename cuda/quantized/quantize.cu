@@ -14,9 +14,9 @@
 // row, a whole column or all of x. All coordinates are those of x: blocks of the transposed copy
 // are described with rows and columns exchanged.
 //
-// In bf16 and f16, if one read of the inputs is enough, swiglu_quantize loads tiles of gate and up
-// and computes silu(gate) * up in registers. Otherwise silu(gate) * up goes to scratch memory
-// first. Called through the device's table.
+// In bf16 and f16, if one read of the inputs is enough and the codes are e4m3 or e5m2,
+// swiglu_quantize loads tiles of gate and up and computes silu(gate) * up in registers. Otherwise
+// silu(gate) * up goes to scratch memory first. Called through the device's table.
 #include "quantize_tiles.h"
 
 extern "C" op_kernel cuda_swiglu;   // unary.cu

@@ -7,8 +7,9 @@
 // sums a few adjacent columns of one chunk, so a place picked thousands of times costs no more per
 // pick than other places. If the picks of a place continue across the end of a chunk, their partial
 // sums are stored separately and combined afterwards, chunk by chunk. Sums are f32 (f64 for f64),
-// rounded once. The same launch clears the rows of dx that no index picks. Called through the
-// device's table.
+// rounded once. If rows consist of aligned 16-byte units, the same launch clears the rows of dx
+// that no index picks. Otherwise all of dx is cleared first. (With `add`, nothing is cleared.)
+// Called through the device's table.
 #include "kernel/lanes.h"
 
 #include <cub/device/device_radix_sort.cuh>

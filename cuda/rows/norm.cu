@@ -2,11 +2,12 @@
 // with a mean of 0.
 //
 // Up to 8192 columns, a row stays in the registers of its warp or block, so that memory is read
-// once: x forward, x and dy backward. Blocks process many rows and, except backward in f32, load
-// the next row while they compute one. Arithmetic is f32, with the variance about the computed
-// mean. Statistics are recomputed in f64 if the variance is out of f32's range, or if it is so
-// small relative to the mean that rounding of the mean would show in y (as in a constant row). All
-// other calls (f64, x and dy of two formats, longer rows) go to norm_plain.cu.
+// once: x forward, x and dy backward. Blocks process many rows and load the next row while they
+// compute one, except backward in f32, and backward in f16 if rows are read element by element.
+// Arithmetic is f32, with the variance about the computed mean. Statistics are recomputed in f64,
+// from a second read, if the variance is out of f32's range, or if it is so small relative to the
+// mean that rounding of the mean would show in y (as in a constant row). All other calls (f64, x
+// with y or dy of another format, longer rows) go to norm_plain.cu.
 //
 // With a residual (ADDS) a row is x + branch, which is rounded and saved as `sum`. In the backward
 // pass, dsum is added to the gradient after the gradient is rounded. Sums over rows and columns

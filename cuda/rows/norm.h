@@ -14,7 +14,8 @@ typedef struct norm_call {
   int64_t rows;
   int32_t n;
   bool centred;    // layer norm
-  bool whole;      // n is a multiple of 8, and every pointer is aligned to 16 bytes
+  // n is a multiple of 8, and all tensors except statistics and column sums are 16-byte aligned
+  bool whole;
   double eps;
   // [blocks x 2 x n] f32: sums of dy * h (h: normalized x) and of dy; NULL if not wanted
   float *partial;

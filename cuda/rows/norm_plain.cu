@@ -1,5 +1,5 @@
-// Layer norm, RMS norm and their gradients in plain loops, in f64: for f64, for x and dy of two
-// formats, and for rows that are too long for registers. Called by norm.cu.
+// Layer norm, RMS norm and their gradients in plain loops, in f64: for f64, for x with y, dy or dx
+// of another format, and for rows that are too long for registers. Called by norm.cu.
 #include "norm.h"
 
 #include "kernel/element.h"

@@ -1,11 +1,13 @@
 // Sum, mean, max and min over any dimensions of any strides, and the gradient of max and min.
 // Called through the device's table.
 //
-// The order of a sum depends only on the shape. For f32, f16 and bf16, a thread sums a few elements
-// at a time in f32 (in double if f32 would overflow) and adds these sums in double. Then the sums
-// of threads are added as a tree. A long reduction is cut into pieces, and a second launch adds
-// their sums in the same way. f64 is summed in double; integers wrap in i64. max and min return NaN
-// if any element is NaN; their choice between -0 and +0 is unspecified.
+// The order of a sum depends only on the shape, the strides, the format and the alignment of x. For
+// f32, f16 and bf16, a thread sums a few elements at a time in f32 (in double if f32 would
+// overflow) and adds these sums in double. Then the sums of threads are added: down columns in the
+// order of the warps, otherwise as a tree in each warp and in the order of the warps. A long
+// reduction is cut into pieces, and a second launch adds their sums. f64 is summed in double;
+// integers wrap in i64. max and min return NaN if any element is NaN; their choice between -0 and
+// +0 is unspecified.
 #include "kernel/map.h"
 
 enum { SUM, MAX, MIN };
@@ -276,7 +278,7 @@ template <class P> static void launch(reduction &r, bool beside)
 
 /// Chooses the number and the length of pieces. `blocks` blocks process one piece of every result;
 /// all pieces together take at most `most` blocks where possible. A piece is a multiple of `least`
-/// groups. The choice depends only on the shape.
+/// groups. The choice depends only on these arguments, not on the card.
 static void cut(reduction &r, int64_t groups, int64_t blocks, int64_t least, int64_t most)
 {
   int64_t wanted = most / blocks, possible = parts(groups, least);
@@ -302,7 +304,7 @@ template <int RULE> static eng_status reduce(const op_call *call)
   r.y_dtype = y->dtype;
   FAIL_IF(r.results >= 1ll << 31 || r.each >= 1ll << 40 || (r.gone.ndim > 1 && r.each >= 1ll << 31),
           ENG_ERR_SHAPE, "%s: expected fewer than 2^31 results, each from fewer than 2^31 "
-          "elements (fewer than 2^40 if only one dimension is reduced), got %s",
+          "elements (fewer than 2^40 if one stride spans the reduced dimensions), got %s",
           eng_op_name(call->op), tensor_text(x));
   bool whole = !dtype_is_float(x->dtype) && !dtype_is_float(y->dtype), fast = is_fast(x->dtype);
   bool beside =

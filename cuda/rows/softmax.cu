@@ -6,8 +6,9 @@
 // A warp processes a row of up to 1024 elements, a block a row of up to 8192 (256 and 2048 if rows
 // cannot be read four elements at a time). Such rows stay in registers, so that each element takes
 // one read of memory and one exp. Longer rows, and other formats than f32, f16 and bf16, are read
-// twice. A thread sums the few elements of one load in f32, and adds these sums in double. Called
-// through the device's table.
+// twice (for logsumexp, once). A thread sums the few elements of one load (in longer rows, of four
+// loads) in f32, and adds these sums in double. f64 is summed in double throughout. Called through
+// the device's table.
 #include "kernel/lanes.h"
 #include "kernel/team.h"
 

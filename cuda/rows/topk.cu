@@ -4,8 +4,8 @@
 // path.
 //
 // In topk, a row of up to 1024 elements stays in the registers of a warp. In a longer row, a block
-// finds one element after the other. If there are few rows with many elements to find, the rows are
-// sorted instead. Called through the device's table.
+// finds one element after the other. If there are few such rows in f32, f16 or bf16, with many
+// elements to find, the rows are sorted instead. Called through the device's table.
 #include "kernel/element.h"
 
 #include <cub/device/device_radix_sort.cuh>
