@@ -3,9 +3,9 @@
 //
 // There are three passes. The first cuts a sample into tiles. A tile covers a piece of the rows and
 // up to 32 vectors of channels. For each channel of a tile, the first pass sums x and x^2 or, for
-// the gradients, dy and dy * (x - mean). The second pass adds the sums of a channel's pieces and of
-// a group's channels, and derives up to four factors for each channel. The third pass applies the
-// factors to the elements.
+// the gradients, dy and dy * (x - mean). (A forward pass with given statistics needs no sums.) The
+// second pass adds the sums of a channel's pieces and of a group's channels, and derives up to four
+// factors for each channel. The third pass applies the factors to the elements.
 //
 // A thread sums a run of RUN rows in f32 (in f64 if f32 would overflow), and adds the sums of its
 // runs in f64. In a run, x is split into the run's mean and the deviations from it, so that only

@@ -135,8 +135,9 @@ template <int N> static bool walk_bundle(walk<N> &w, int V)
 
 enum { WALK_THREADS = 256 };
 
-/// Calls launch(part, blocks) once, for the whole walk. If the walk is too large for 32-bit counts,
-/// calls it once for each of several smaller parts. `unroll` is the number of groups per thread.
+/// Calls launch(part, blocks) once, for the whole walk. If the walk has several dimensions and too
+/// many groups for 32-bit counts, calls it once for each of several smaller parts. A part's offsets
+/// count from the data pointers of the part. `unroll` is the number of groups per thread.
 template <int N, class Launch> static void walk_parts(walk<N> w, int unroll, const Launch &launch)
 {
   const int64_t most = 1ll << 31;

@@ -1,10 +1,11 @@
 // Copies with a change of format or layout: cast, contiguous, concat. Both sides may have any
 // strides (eng_copy may pass a view as output). If both sides have the same format, elements are
 // moved as bits, in units of up to 16 bytes if rows allow (as in slices, or when heads and
-// positions are swapped). If the two sides are contiguous along different dimensions, elements go
-// through tiles in shared memory, so that both sides access whole cache lines. Conversions among
-// f32, f16 and bf16 round to nearest even and process groups of elements; other conversions process
-// single elements. Called through the device's table.
+// positions are swapped). If the two sides are contiguous along different dimensions of 8 elements
+// or more, elements of one format, or of f32, f16 and bf16, go through tiles in shared memory, so
+// that both sides access whole cache lines. Conversions among f32, f16 and bf16 round to nearest
+// even and process groups of elements; other conversions process single elements. Called through
+// the device's table.
 #include "kernel/map.h"
 
 extern "C" {

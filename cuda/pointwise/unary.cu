@@ -8,7 +8,7 @@
 //               and 1 at +inf
 //   hardswish   the gradient is 0 for x <= -3; for x >= 3 and x = NaN it is dy, as in PyTorch
 //   sigmoids    in f32 are computed from z = exp(-|x|): no overflow, no cancellation, gradual
-//               underflow
+//               underflow (but see the functions named `low`, for 16-bit formats)
 //   dropout     a dropped element is 0, even if it was NaN or Inf
 #include "kernel/map.h"
 #include "kernel/ptx.h"

@@ -1,7 +1,7 @@
 // Microsoft's FP4: msamp_fp4, bit-equal to core/cpu/reference_msamp.c, with the formulas of
-// core/base/msamp_fp4.h. A block of threads takes one row. It finds each of the two clamping bounds
-// bit by bit: for each bit, it counts how many elements are below a candidate. Called through the
-// device's table.
+// core/base/msamp_fp4.h. A block of threads takes one row. If the call clamps, the block finds each
+// of the two bounds bit by bit: for each bit, it counts how many elements are below a candidate.
+// Called through the device's table.
 #include "kernel/element.h"
 
 extern "C" {

@@ -2,12 +2,12 @@
 // core/base/mx.h.
 //
 // quantize_in_registers (mx_registers.h) computes the usual calls, quantize_tile all others. In
-// quantize_tile, a block of threads takes a tile of x, about 64 x 64 numbers and a whole number of
-// scale blocks each way. It reads the tile as f32 into shared memory, finds the largest magnitude
-// of each scale block (one warp per block), and writes the quantized x, its transposed copy, or
-// both, as codes or as values in bf16. Rows of the transposed copy are columns of the tile. With
-// square blocks the transposed copy has the same codes as the other result, so these codes replace
-// the numbers in the tile.
+// quantize_tile, a block of threads takes a tile of x: a whole number of scale blocks each way, up
+// to 64 numbers or, if a scale block is longer, one block. It reads the tile as f32 into shared
+// memory, finds the largest magnitude of each scale block (one warp per block), and writes the
+// quantized x, its transposed copy, or both, as codes or as values in bf16. Rows of the transposed
+// copy are columns of the tile. With square blocks the transposed copy has the same codes as the
+// other result, so these codes replace the numbers in the tile.
 //
 // The amax of the tensor is a maximum of integers, and the number of NaN is an integer sum, so
 // neither depends on order. For NVFP4, whose scales depend on the amax, a separate pass finds the

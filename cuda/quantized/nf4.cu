@@ -1,7 +1,8 @@
 // NF4: nf4_quantize and nf4_dequantize, bit-equal to core/cpu/reference_nf4.c, with the tables of
-// core/base/nf4.h. A warp quantizes a block. One thread computes the mean of the absmaxes (largest
-// magnitudes of the blocks), by a sum in f64 in the CPU's order. This is slow, but weights are
-// quantized only once. Called through the device's table.
+// core/base/nf4.h. A warp quantizes a block. If the absmaxes (largest magnitudes of the blocks) are
+// quantized too and no offset is given, one thread computes their mean, by a sum in f64 in the
+// CPU's order. This is slow, but weights are quantized only once. Called through the device's
+// table.
 #include "kernel/element.h"
 
 extern "C" {
