@@ -1,7 +1,7 @@
 // Attention backward on Hopper (sm_90a). One kernel computes dk and dv in blocks of 64 keys,
-// another dq in blocks of 64 queries. The method and the results are those of
-// attention_backward.cu, whose first kernel also computes delta for this file. The products use
-// wgmma. Called by attention_backward.cu.
+// another dq in blocks of 64 queries. The method and, except for rounding, the results are those of
+// attention_backward.cu, whose first kernel also computes delta, shift and largest for this file.
+// The products use wgmma. Called by attention_backward.cu.
 //
 // A block is one warpgroup. Two to four blocks share a multiprocessor. They do not wait for each
 // other: while one uses the tensor cores, another computes probabilities, loads its first rows or

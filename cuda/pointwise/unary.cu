@@ -1,6 +1,7 @@
 // Elementwise functions of one input, their derivatives, swiglu and dropout. f32, f16 and bf16
-// compute in f32 (map.h). f64, integers, sin and cos compute in double or int64, with one thread
-// per element. Called through the device's table.
+// compute in f32 (map.h). f64, integers, sin, cos, and dropout of tensors that are not 16-byte
+// aligned compute in double or int64, with one thread per element. Called through the device's
+// table.
 //
 //   relu        relu(NaN) is NaN; the gradient is 0 for x <= 0, even if dy is not finite; for
 //               x = NaN it is dy

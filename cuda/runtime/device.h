@@ -29,8 +29,8 @@ cudaStream_t cuda_stream(void);
 int cuda_multiprocessors(void);
 int cuda_capability(void);
 
-/// Returns ENG_OK, or an error that contains `what` and CUDA's own message. Clears CUDA's last
-/// error, so that CUDA_LAUNCHED does not report it again.
+/// Returns ENG_OK, or an error that contains `what` and, except for ENG_ERR_MEMORY, CUDA's own
+/// message. Clears CUDA's last error, so that CUDA_LAUNCHED does not report it again.
 eng_status cuda_status(cudaError_t result, const char *what);
 
 /// Takes and frees memory for a kernel's intermediate results. The host function that launches the
@@ -41,7 +41,7 @@ static inline void *scratch_take(int64_t bytes) { return arena_alloc(ARENA_SCRAT
 static inline void scratch_give(void *piece, int64_t bytes)
 { arena_free(ARENA_SCRATCH, piece, bytes); }
 
-/// The pieces of scratch memory that a call has taken, to be freed together.
+/// The pieces of scratch memory that a call has taken, to be freed together: SCRATCH_PIECES at most.
 enum { SCRATCH_PIECES = 6 };
 typedef struct scratch {
   int     n;
