@@ -41,7 +41,8 @@ static inline void *scratch_take(int64_t bytes) { return arena_alloc(ARENA_SCRAT
 static inline void scratch_give(void *piece, int64_t bytes)
 { arena_free(ARENA_SCRATCH, piece, bytes); }
 
-/// The pieces of scratch memory that a call has taken, to be freed together: SCRATCH_PIECES at most.
+/// The pieces of scratch memory that a call has taken, to be freed together. A call takes at most
+/// SCRATCH_PIECES.
 enum { SCRATCH_PIECES = 6 };
 typedef struct scratch {
   int     n;
