@@ -119,9 +119,9 @@ static eng_status one_plainly(const gemm_product *q, int walked, const int64_t *
   return gemm_plain(&one);
 }
 
-/// Computes every matrix of q with cuBLASLt. If cuBLASLt has no algorithm for the product, *done is
-/// false and nothing is written. If cuBLASLt refuses only a later launch, gemm_plain computes the
-/// matrices that are left, because starting over could accumulate twice into C.
+/// Computes every matrix of q with cuBLASLt. If cuBLASLt cannot compute the product, *done is false
+/// and nothing is written. If cuBLASLt refuses only a later launch, gemm_plain computes the matrices
+/// that are left, because starting over could accumulate twice into C.
 static eng_status launch_all(bool *done, const gemm_product *q)
 {
   int walked = gemm_walked_dim(q);

@@ -437,7 +437,7 @@ static void report_refusal(const gemm_problem *p)
       p->scaling_a || p->after)
     return;
   fprintf(stderr,
-          "engine: cuBLASLt %zu has no algorithm for the product %s; a slower kernel computes it\n",
+          "engine: cuBLASLt %zu has no algorithm for the product %s; it is computed more slowly\n",
           cublasLtGetVersion(), gemm_problem_text(p));
 }
 
