@@ -120,8 +120,8 @@ static eng_status one_plainly(const gemm_product *q, int walked, const int64_t *
 }
 
 /// Computes every matrix of q with cuBLASLt. If cuBLASLt cannot compute the product, *done is false
-/// and nothing is written. If cuBLASLt refuses only a later launch, gemm_plain computes the matrices
-/// that are left, because starting over could accumulate twice into C.
+/// and nothing is written. If cuBLASLt refuses only a later launch, gemm_plain computes the
+/// matrices that are left, because starting over could accumulate twice into C.
 static eng_status launch_all(bool *done, const gemm_product *q)
 {
   int walked = gemm_walked_dim(q);

@@ -1,8 +1,8 @@
 // Arithmetic, comparisons, where, affine, powers and clamp: elementwise, with any strides and
 // broadcasting. f32, f16 and bf16 compute in f32 (map.h), f64 and integers in double and int64 with
-// one thread per element. In every format, powers with other exponents than 3, 2, 1, 1/2, -1/2 and
-// -1 compute in double, and so does affine if a constant is out of f32's normal range. Called
-// through the device's table.
+// one thread per element. In every format, powers compute in double, except pow_scalar with the
+// exponents 3, 2, 1, 1/2, -1/2 and -1, and so does affine if a constant is out of f32's normal
+// range. Called through the device's table.
 //
 //   maximum, minimum   NaN if either input is NaN; of equal inputs (-0, +0) the first is returned
 //   clamp              NaN stays NaN
