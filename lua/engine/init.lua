@@ -89,8 +89,8 @@ function engine.begin_step() check(C.eng_step_begin()) end
 --- Ends the step: its tensors become stale and their memory is reused.
 function engine.end_step() check(C.eng_step_end()) end
 
--- True while a step that engine.steps opened is open. If break or an error leaves the loop, the
--- step stays open until the next loop ends it.
+-- True after engine.steps opened a step, until it ends the step. If break or an error leaves the
+-- loop, the step stays open until the next loop or engine.end_step ends it.
 local loop_is_open = false
 
 --- for step in engine.steps(100) do ... end: each iteration is one step, counted from 1.
@@ -155,12 +155,13 @@ local memory_meta = {
 --- Returns how much memory each purpose uses, as a list of { name, used, peak, reserved,
 --- allocations }. `used` bytes are in use now, `peak` is the largest `used` so far, and `reserved`
 --- bytes are taken from the system, in `allocations` requests. The names are also keys of the list.
---- memory{ limit = bytes } limits the memory of all purposes together (0: no limit).
+--- memory{ limit = bytes } limits the memory of all purposes together (0: no limit); on a card and
+--- on the host separately.
 function engine.memory(options)
   local limit = tensor.read_named(options, "memory", MEMORY).limit
   if limit ~= nil then
     expect(type(limit) == "number" and limit >= 0, limit,
-      "memory: expected limit to be a number of bytes (0: no limit)")
+      "memory: expected limit to be a number of bytes >= 0 (0: no limit)")
     C.eng_memory_limit(math.min(limit, 2 ^ 62))
   end
   local rows = M_ffi.new("eng_memory_row[16]")

@@ -96,7 +96,7 @@ describe("a mistake with tensors", function()
     { "engine.memory { limits = 5 }",
       "memory: unknown option 'limits'; did you mean 'limit'?; options: limit" },
     { "engine.memory { limit = 'much' }",
-      "memory: expected limit to be a number of bytes (0: no limit), got 'much'" },
+      "memory: expected limit to be a number of bytes >= 0 (0: no limit), got 'much'" },
     { "engine.scope(function() return x + 'a' end)",
       "add: expected two tensors, or a tensor and a number, got 'a'" },
     { "engine.no_grad(function() return x + 'a' end)",

@@ -49,8 +49,8 @@ function M.shape_text(shape) return "[" .. table.concat(shape, " x ") .. "]" end
 --- Raises an error unless x is a tensor. `name`: the operation, for the message.
 function M.want(x, name) expect(is_tensor(x), x, "%s: expected a tensor", name) end
 
---- Raises an error unless f can be called. For the message: `name`, the function that takes f as an
---- argument; `example`, a correct call of that function.
+--- Raises an error unless f is a function or a table or userdata with __call. For the message:
+--- `name`, the function that takes f as an argument; `example`, a correct call of that function.
 function M.want_function(f, name, example)
   local meta = type(f) ~= "cdata" and getmetatable(f)
   if type(f) == "function" or type(meta) == "table" and meta.__call then return end
@@ -69,8 +69,8 @@ function M.want_number(v, name, what)
   return v
 end
 
---- Returns v, or raises an error unless v is a whole number that a double holds exactly, and at
---- least `least` if that is given. name, what: as in want_number.
+--- Returns v, or raises an error unless v is a whole number from -2^53 to 2^53, and at least
+--- `least` if that is given. name, what: as in want_number.
 function M.want_whole(v, name, what, least)
   if type(v) ~= "number" or v % 1 ~= 0 or (least and v < least) then
     expect(false, v, "%s: expected %s to be a whole number%s", name, what,
@@ -80,8 +80,9 @@ function M.want_whole(v, name, what, least)
   return v
 end
 
---- Raises an error unless v is a Lua pattern. For the message: `name`, the function; `what`, what
---- it expects, such as "a Lua pattern of module paths".
+--- Raises an error unless v is a Lua pattern that pattern.lua accepts: well-formed and not slow.
+--- For the message: `name`, the function; `what`, what it expects, such as "a Lua pattern of
+--- module paths".
 function M.want_pattern(v, name, what)
   expect(type(v) == "string", v, "%s: expected %s", name, what)
   local problem = pattern.problem(v)

@@ -15,19 +15,20 @@
 -- a field `device` itself. A field has the type of its default: number (an expression like 3e-4 or
 -- 2^15), boolean (true or false), string, or list (a,b,c). config.optional "number" declares a
 -- field without a default. A field whose text in the second argument is { "...", hidden = true } is
--- not in the help or in messages. Fields that hold functions or other values cannot be set. A
--- config file is a Lua file that returns a table, or a JSON object.
+-- in no list of fields, neither in the help nor in messages. Fields that hold functions or other
+-- values cannot be set. A config file is a Lua file that returns a table, or a JSON object.
 --
 -- The third argument gives ranges to fields. A value out of range is an error before the script
 -- computes anything:
 --   count       a whole number of 1 or more         natural       a whole number of 0 or more
---   positive    above 0                             not_negative  0 or more
+--   positive    above 0 and finite                  not_negative  0 or more and finite
 --   share       from 0 to 1                         part          above 0, up to 1
 --   file        an existing file                    output        a file in an existing folder
 --   folder      an existing or a new folder         policy        a policy that loads
---   pattern     a well-formed Lua pattern
--- A default that the user does not change may be out of range. A list field with choices takes one
--- or more of the choices. Called by scripts, cli/, run/, dist/identity.lua and policy/policy.lua.
+--   pattern     a well-formed Lua pattern that is not slow
+-- A default may be out of range as long as the user does not give the field. A list field with
+-- choices takes one or more of the choices. Called by scripts, cli/, run/, dist/identity.lua and
+-- policy/policy.lua.
 local expression = require "engine.base.expression"
 local files = require "engine.base.file"
 local machine = require "engine.base.machine"
@@ -209,8 +210,8 @@ local function whole(x) return x % 1 == 0 and x < 2 ^ 53 end
 local RANGES = {
   count = { "a whole number of 1 or more", function(x) return x >= 1 and whole(x) end },
   natural = { "a whole number of 0 or more", function(x) return x >= 0 and whole(x) end },
-  positive = { "a number above 0", function(x) return x > 0 and finite(x) end },
-  not_negative = { "a number of 0 or more", function(x) return x >= 0 and finite(x) end },
+  positive = { "a finite number above 0", function(x) return x > 0 and finite(x) end },
+  not_negative = { "a finite number of 0 or more", function(x) return x >= 0 and finite(x) end },
   share = { "a number from 0 to 1", function(x) return x >= 0 and x <= 1 end },
   part = { "a number above 0, up to 1", function(x) return x > 0 and x <= 1 end },
   file = { problem = function(name)

@@ -1,7 +1,7 @@
 -- Evaluates a number that is typed on a command line: 3e-4, 2^15, 1/3, -(2+3)*4, 0x10, inf, pi.
 --   expression("2^15") -> 32768;  expression("2^") -> nil, "unexpected symbol near the end"
--- The text may contain only numbers, operators, brackets, inf and pi, so that no other code can
--- run. LuaJIT evaluates it, with the precedence of Lua. Called by config.lua, cli/options.lua,
+-- The text may contain only numbers, operators, brackets, spaces, inf and pi, so that no other code
+-- can run. LuaJIT evaluates it, with the precedence of Lua. Called by config.lua, cli/options.lua,
 -- policy/ and run/tune.lua.
 local show = require "engine.base.show"
 

@@ -1,6 +1,7 @@
 -- The boundary to the core. Only this file loads the core. It finds the library and the
 -- declarations that the build made from core/engine.h, checks that both come from one build, and
--- turns status codes into Lua errors. Owns the struct that all calls share. Used by every folder.
+-- turns status codes into Lua errors. Owns the struct that all calls share. Used by every folder
+-- but optim/.
 local ffi = require "ffi"
 
 local M = { ffi = ffi }
@@ -136,7 +137,8 @@ function M.check(status, bare)
 end
 
 --- Returns a value as one line of text for messages, such as "'text'", "5", "a table", "nothing",
---- or "null" for JSON's null. Cuts a string to 200 bytes and writes its control characters as \xNN.
+--- or "null" for JSON's null. Cuts a string to 200 bytes (and "..."), and writes its control
+--- characters as \xNN.
 function M.value_text(v)
   if v == nil then return "nothing" end
   local cjson = package.loaded.cjson               -- not required: `engine doctor` runs without it

@@ -3,7 +3,7 @@
 --
 --   local RULE = fields.record { steps = fields.count, note = fields.optional(fields.text),
 --     rates = fields.map(fields.amount), shape = fields.list(fields.count) }
---   RULE({ steps = -1 }, "state")
+--   RULE({ rates = {}, shape = {}, steps = -1 }, "state")
 --     -> "state.steps: expected a whole number of 0 or more, up to 2^53, got -1"
 --
 -- A rule is a function of a value, its path in messages and, if the value is a field, the record
@@ -37,7 +37,7 @@ M.table = M.rule("a table", function(x) return type(x) == "table" end)
 M.count = M.rule("a whole number of 0 or more, up to 2^53", whole)
 M.amount = M.rule("a finite number of 0 or more", finite)
 
---- Makes the rule for a whole number from `low` to `high`.
+--- Makes the rule for a whole number from `low` (0 or more) to `high`.
 function M.between(low, high)
   return M.rule(("a whole number from %d to %d"):format(low, high), function(x)
     return whole(x) and x >= low and x <= high

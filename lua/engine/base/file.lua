@@ -1,5 +1,5 @@
--- Reads and writes small files, and lists folders. The core maps large files (engine.data,
--- safetensors). Used by most folders.
+-- Reads small files, maps large ones, writes and removes files, and lists folders. The core reads
+-- safetensors files itself. Used by most folders.
 local M_ffi = require "engine.base.ffi"
 
 local C, fail = M_ffi.C, M_ffi.fail
@@ -12,7 +12,8 @@ function file.exists(path) return C.eng_file_kind(path) ~= C.ENG_FILE_NONE end
 function file.is_file(path) return C.eng_file_kind(path) == C.ENG_FILE_REGULAR end
 function file.is_folder(path) return C.eng_file_kind(path) == C.ENG_FILE_FOLDER end
 
---- Returns the absolute path of `path`.
+--- Returns the absolute path of `path`. Takes the working folder from the environment variable PWD;
+--- without it, a relative path only gets "./" in front.
 function file.absolute(path)
   return path:sub(1, 1) == "/" and path or (os.getenv("PWD") or ".") .. "/" .. path
 end

@@ -28,8 +28,9 @@ function formats.of(name)
   return made[name]
 end
 
---- Adds a histogram's bins to `counts`: counts[exponent] is the number of elements g with
---- floor(log2|g|) = exponent.
+--- Adds a histogram's bins to `counts`: counts[exponent] is the number of finite nonzero elements g
+--- with floor(log2|g|) = exponent. The first bin also has all smaller elements, the last bin all
+--- larger ones. Returns `counts`.
 function formats.add_histogram(counts, bins)
   for b = 0, BINS - 1 do
     if bins[b] ~= 0 then counts[b + FIRST] = (counts[b + FIRST] or 0) + tonumber(bins[b]) end

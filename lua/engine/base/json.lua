@@ -1,6 +1,7 @@
 -- Converts plain Lua data to JSON and back. encode and decode are lossless: decode returns the data
--- that encode was given, with every bit of its numbers. Checkpoints and histories use them. `plain`
--- writes JSON for other programs; lua-cjson reads JSON from other programs. Used by most folders.
+-- that encode was given, with every bit of its numbers (but every NaN becomes the same NaN).
+-- Checkpoints and histories use them. `plain` writes JSON for other programs; lua-cjson reads JSON
+-- from other programs. Used by most folders.
 --
 -- A value that JSON lacks becomes an object with one key:
 --   { "$number": "inf" }                 also "-inf" and "nan"
@@ -141,8 +142,9 @@ function M.with_length(list, n)
 end
 
 --- Returns data as JSON for other programs. Sorts the keys, writes inf and nan as strings
---- (show.json_number), and writes unsafe characters as \xNN. A table without string keys becomes a
---- list. number_of(x) returns the text of a number (by default show.json_number).
+--- (show.json_number), and writes unsafe characters as \xNN. A table without string keys, also an
+--- empty one, becomes a list; no table may have both string keys and others. number_of(x) returns
+--- the text of a number (by default show.json_number).
 function M.plain(value, number_of)
   if value == nil or value == cjson.null then return "null" end
   if value == M.no_fields then return "{}" end
@@ -187,7 +189,8 @@ end
 local restore
 
 -- Key of an object with one key -> { the type of its value, a function from this value to the data
--- that it stands for }. The function returns nil for a malformed value.
+-- that it stands for }. The function returns nil for a malformed value that it notices; it checks
+-- neither the size of an integer nor the digits of $bytes.
 local tags = {
   ["$number"] = { "string", function(text)
     return ({ nan = 0 / 0, inf = math.huge, ["-inf"] = -math.huge })[text]

@@ -33,10 +33,11 @@ end
 
 local function text(pointer) return pointer ~= nil and ffi.string(pointer) or nil end
 
--- Returns the version of the library "onednn", "sqlite" or "openmp".
+-- Returns the version of the library "onednn", "sqlite" or "openmp"; nil if there is none.
 function machine.library_version(name) return text(C.eng_library_version(name)) end
 
--- Returns the number of GPUs (-1 if there is no driver), and a text with a line about each GPU.
+-- Returns the number of GPUs (-1 if there is no working driver), and a text with a line about each
+-- GPU.
 function machine.gpus()
   local buffer = ffi.new("char[4096]")
   return C.eng_gpu_probe(buffer, 4096), ffi.string(buffer)

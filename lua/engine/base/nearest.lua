@@ -64,8 +64,8 @@ function nearest.elsewhere(name, names)
   end
 end
 
---- Returns the entry of `names` nearest to `name`, or nil if none is near (see eng_nearest in
---- core/engine.h).
+--- Returns the entry of `names` that elsewhere() finds for `name` or, if it finds none, the entry
+--- nearest to `name`; nil if none is near (see eng_nearest in core/engine.h).
 function nearest.find(name, names)
   if type(name) ~= "string" then return nil end
   local ours = nearest.elsewhere(name, names)

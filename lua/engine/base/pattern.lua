@@ -12,7 +12,7 @@ local CAPTURES, DEEPEST = 32, 199   -- LuaJIT's limits on captures and on the de
 -- the name or, if a fixed character follows the repeat, how often the name has this character.
 -- OPTION, ANY and FIXED are logarithms to base 2 of these factors, for a name of 128 characters
 -- that has each character 8 times. A match of a pattern whose logarithms add up to MOST takes
--- milliseconds on such a name, and less than a second on a name of 60 characters, 50 of them equal.
+-- milliseconds on such a name, and several seconds on a name of 60 characters, 50 of them equal.
 local OPTION, FIXED, ANY, MOST = 1, 3, 7, 20
 
 -- Returns whether some character matches both items of a pattern.
@@ -42,7 +42,7 @@ local function is_slow(items)
 end
 
 --- Returns what is wrong with a Lua pattern, or nil. If the result is nil, string.find raises no
---- error for this pattern, whatever text it searches, and does not take long on a name.
+--- error for this pattern, whatever text it searches, and takes seconds at most on a usual name.
 function M.problem(text)
   text = text:match("^%Z*")                            -- a zero byte ends a pattern
   local open, closed, captures, items = {}, {}, 0, {}  -- closed[n]: capture n has its ")"

@@ -30,7 +30,7 @@ function show.json_number(x)
   return x - x ~= 0 and '"' .. show.exact(x) .. '"' or show.exact(x)
 end
 
---- Groups the digits of a number: 16384000000 -> "16,384,000,000"
+--- Rounds a number to a whole one and groups its digits: 16384000000 -> "16,384,000,000"
 function show.grouped(n)
   local plain = ("%.0f"):format(n)
   local sign, digits = plain:match("^(%-?)(%d+)$")
@@ -119,8 +119,8 @@ end
 --- Returns the number of characters in a UTF-8 text.
 function show.width(text) return select(2, text:gsub("[^\128-\191]", "")) end
 
---- Breaks a text at spaces into lines of at most `width` characters. The rest of a broken line
---- keeps the line's indentation.
+--- Breaks a text at spaces into lines of at most `width` characters; only a longer word makes a
+--- longer line. The rest of a broken line keeps the line's indentation.
 function show.wrap(text, width)
   local lines = {}
   for line in (text .. "\n"):gmatch("(.-)\n") do

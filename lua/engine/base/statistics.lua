@@ -12,8 +12,9 @@ function M.mean_and_spread(list)
 end
 
 --- Returns "0.3918 +- 0.0012": the spread with two significant digits, and the mean to the same
---- decimal place. Returns only the mean if n, the number of values, is 1, or if the mean is inf or
---- nan.
+--- decimal place. Both are rounded to whole numbers if the spread is 10 or more; the mean has four
+--- significant digits if the spread is 0 or below 1e-7. Returns only the mean if n, the number of
+--- values, is 1, or if the mean is inf or nan.
 function M.text(mean, spread, n)
   if n < 2 or mean - mean ~= 0 then return ("%.4g"):format(mean) end
   if spread == 0 then return ("%.4g +- 0"):format(mean) end
