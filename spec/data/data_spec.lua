@@ -460,8 +460,7 @@ describe("data", function()
     refuses("data.csv { path = folder .. '/g.csv', target = 'lable' }",
       "data.csv: FOLDER/g.csv has no column 'lable'; did you mean 'label'?")
     refuses("data.csv { path = folder .. '/g.csv', separator = '' }",
-      "data.csv: expected separator to be one character other than a quote or a " ..
-      "line end, got ''")
+      "data.csv: expected separator to be one byte other than a quote or a line end, got ''")
   end)
 
   it("idx files that are invalid, truncated or mismatched are named", function()

@@ -345,7 +345,7 @@ describe("data of documents", function()
     refuses(two .. "weights = { 1 } }",
       "data.mix: expected 2 weights, one for each loader, got 1")
     refuses(two .. "weights = { 1, -1 } }",
-      "data.mix: expected weight 2 to be a number of 0 or more, got -1")
+      "data.mix: expected weight 2 to be a finite number of 0 or more, got -1")
     refuses(two .. "weights = { 0, 0 } }", "data.mix: expected a weight above 0, got only 0")
     refuses(two .. "weights = { 1e308, 1e308 } }", "data.mix: expected weights with a " ..
       "finite sum, got inf")
@@ -438,8 +438,7 @@ describe("data of documents", function()
     assert.same({ "ab|c >b|c |" }, rows_)
     for _, bad in ipairs { '"', "\n", "\r", "ab", "" } do
       assert.error_matches(function() data.csv_text { path = path, separator = bad } end,
-        "data.csv_text: expected separator to be one character other than a quote or a " ..
-        "line end, got")
+        "data.csv_text: expected separator to be one byte other than a quote or a line end, got")
     end
   end)
 
@@ -483,7 +482,8 @@ describe("data of documents", function()
     refuses("data.jsonl { path = folder }", "data.jsonl: FOLDER is a folder, expected a file")
     refuses("data.jsonl { path = '/dev/zero' }",
       "data.jsonl: /dev/zero is a pipe or a device, expected a file")
-    refuses("data.jsonl {}", "data.jsonl: expected path = a file or a list of files, got nothing")
+    refuses("data.jsonl {}",
+      "data.jsonl: expected path = a file or a list of one or more files, got nothing")
     refuses("data.jsonl { path = { 5 } }", "data.jsonl: expected the path of a file, got 5")
   end)
 

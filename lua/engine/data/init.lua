@@ -4,8 +4,9 @@
 --   local batch = data:next()       batch.x [8 x 256] i32, batch.y [8 x 256] i32, batch.tokens 2048
 --   local place = data:state()      data:restore(place)
 -- Files of tokens, of bytes and of idx images are mapped, so that their loaders need no memory
--- beyond a batch. Documents are read one at a time (records.lua). Tables of CSV and lists of text
--- files are read into memory. Called by scripts and report/lab.lua.
+-- beyond a batch. Documents are read one at a time (records.lua). Tables of CSV, lists of text
+-- files and the tensors of data.tensors are copied into memory. Called by scripts and
+-- report/lab.lua.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local files = require "engine.base.file"
@@ -53,7 +54,7 @@ local CHECKS = { batch = at_least(1), context = at_least(1), seed = at_least(0),
     return type(v) == "function" or type(v) == "table" and v.apply_chat_template ~= nil
   end },
   dtype = { "u16 or u32", function(v) return v == "u16" or v == "u32" end },
-  separator = { "one character other than a quote or a line end",
+  separator = { "one byte other than a quote or a line end",
     function(v) return type(v) == "string" and v:find('^[^"\r\n]$') end },
   vocab = { "a number of tokens, at least 1, or false", function(v)
     return v == false or type(v) == "number" and v >= 1
@@ -118,8 +119,8 @@ end
 --- seed, batch, context, shuffle or number of examples.
 function Loader:restore(state) self.at, self.order = position.check(state, self, IDENTITY) end
 
---- Returns the number of batches in an epoch. Leftover examples that do not fill a batch are not
---- used in that epoch.
+--- Returns the number of batches in an epoch, at least 1. Leftover examples that do not fill a
+--- batch are not used in that epoch. If there are fewer examples than a batch has, it repeats some.
 function Loader:batches_per_epoch() return math.max(1, math.floor(self.examples / self.batch)) end
 
 function Loader:__tostring()
@@ -455,7 +456,8 @@ end
 ---   flip              true: mirrors each image with probability 1/2
 ---   from, to          the share of the images to use (0, 1), after a random shuffle that is always
 ---                     the same
----   bad               "stop": files that are not images are an error; "skip": they are left out
+---   bad               "stop": files that do not begin like a PNG or JPEG image are an error;
+---                     "skip": they are left out
 ---   batch             images in a batch (32)
 ---   shuffle, seed     a different order of the images in each epoch (true, 1234)
 function M.images(given)
@@ -466,7 +468,7 @@ function M.images(given)
   raise_if(o.channels ~= 1 and o.channels ~= 3,
     "data.images: expected channels to be 1 or 3, got %s", value_text(o.channels))
   want_share("images", o)
-  arguments.want_batch("images", o.batch, o.channels * o.size ^ 2, "pixels")
+  arguments.want_batch("images", o.batch, o.channels * o.size ^ 2, "values")
   return loader(images.open(o, example))
 end
 
@@ -512,9 +514,10 @@ end
 ---   encode            a function from a text to a list of token ids, or an object such as an
 ---                     engine.tokenizer, whose method encode(text, { special = false }) returns
 ---                     the ids; by default bytes are the tokens
----   end_token         the id of the token that ends a document (0 for bytes), or false for no
----                     such token. If encode is an engine.tokenizer, end_token may instead be the
----                     token's text ("<|endoftext|>")
+---   end_token         the id of the token that ends a document, or false for no such token; by
+---                     default 0 for bytes, and needed if `encode` is given. If encode is an
+---                     engine.tokenizer, end_token may instead be the token's text
+---                     ("<|endoftext|>")
 ---   pack              true: documents follow each other in the rows; false: a row holds one
 ---                     document, and targets after its end are -100, which the loss ignores
 ---   batch, context    rows in a batch, and tokens in a row (8, 128)
@@ -522,7 +525,7 @@ end
 ---   bad               "stop": an invalid record is an error that names its line; "skip": it is
 ---                     left out
 ---   check             true: reads and encodes every document when the loader is made, which finds
----                     all invalid records
+---                     every invalid record or, with bad = "stop", the first one
 --- This loader also has the option `field`, the name of the field that holds the text ("text").
 function M.jsonl(given)
   local o = options_of("jsonl", given, document_options { field = "text" })
@@ -549,8 +552,8 @@ end
 --- assistant's messages count in the loss: all other targets are -100. messages: the name of the
 --- field with the messages. template: a function(role) that returns the texts before and after a
 --- message of that role (by default the texts of ChatML), or a tokenizer whose folder has a chat
---- template. The template's text after an assistant's message counts too. Conversations without an
---- assistant's message are left out. The other options are the options of engine.data.jsonl.
+--- template. The template's text after an assistant's message counts too. Conversations in which no
+--- target counts are left out. The other options are the options of engine.data.jsonl.
 function M.chat(given)
   local o = options_of("chat", given, document_options { messages = "messages",
     template = documents.chatml })
@@ -560,9 +563,10 @@ end
 
 --- Reads preferences from JSON lines: { "prompt":, "chosen":, "rejected": }, all strings. x and y
 --- are [2 batch x context]: first the preferred sequences, then the rejected ones. Only the answers
---- count in the loss. A sequence that is too long is cut: first the start of its prompt, then, if
---- that is not enough, the end of the sequence. prompt, chosen, rejected: the names of the fields.
---- The other options are the options of engine.data.jsonl, without pack.
+--- count in the loss. A sequence that is too long is cut: first the start of its prompt (but not
+--- the prompt's last token), then, if that is not enough, the end of the sequence. prompt, chosen,
+--- rejected: the names of the fields. The other options are the options of engine.data.jsonl,
+--- without pack.
 function M.preferences(given)
   local known = document_options { prompt = "prompt", chosen = "chosen", rejected = "rejected" }
   known.pack = nil

@@ -2,17 +2,20 @@
 -- settings (trim_blocks and lstrip_blocks are on). A template becomes a function that converts
 -- variables to a text. The supported statements are `for` (with `if`, `else`, `loop`, `break`,
 -- `continue`), `if`, `set` (of a name, a namespace's field or a block) and `generation`. All of
--- Jinja's operators are supported except ** and /, but comparisons cannot be chained (1 < x < 3),
--- a slice has a step of 1 or -1, and a tuple needs parentheses. The tables below have the supported
--- methods, filters and tests. An unsupported feature is an error that names the template's line.
+-- Jinja's operators are supported except **, / and the unary +, but comparisons cannot be chained
+-- (1 < x < 3), arithmetic and < > <= >= need numbers (+ also joins texts and lists), a slice has a
+-- step of 1 or -1, and a tuple needs parentheses. The tables below have the supported methods,
+-- filters and tests. Most unsupported features are errors that name the template's line; further
+-- arguments of a method are ignored, and a chained == compares with the result of the first one.
 -- Values are Lua values; a list is a table with the metatable List, None is the value NONE, and
 -- undefined is nil. Called by chat_template.lua.
 local M = {}
 
 local List, NONE = {}, {}
 M.NONE = NONE
--- The most operations of a rendering, and the most bytes of a text that it makes. With these
--- limits, a template cannot hang the process or fill its memory.
+-- The most operations of a rendering, and the most bytes of a text that it makes. These limits stop
+-- endless templates. The methods of texts and the sums of lists do not count what they copy, so a
+-- template can still take minutes.
 local OPERATIONS, BYTES = 1e6, 2 ^ 24
 local operations, printed
 
@@ -48,7 +51,8 @@ local function print_to(out, text)
   out[#out + 1] = text
 end
 
--- Converts a value to the text that a template prints, as Python's str() does.
+-- Converts a value to the text that a template prints, as Python's str() does, but a whole number
+-- never has ".0" and lists cannot be printed.
 local function text_of(x)
   if type(x) == "string" then return x end
   if x == nil then return "" end
@@ -536,7 +540,8 @@ end
 -- ------------------------------------------------------------------ the template's parts
 
 -- Splits a template into a list of { kind, text, line }; the kinds are "text", "{{" and "{%". Trims
--- white space as the signs - and + of the tags require.
+-- white space as trim_blocks, lstrip_blocks and the signs of the tags require, but a + at the end
+-- of a tag does not keep the line end after it.
 local function parts_of(source)
   local parts, at, line, trim = {}, 1, 1, false
   source = source:gsub("\r\n", "\n"):gsub("\n$", "")

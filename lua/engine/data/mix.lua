@@ -24,7 +24,8 @@ local function chosen(self, n)
   return self.last
 end
 
--- Raises an error if `other`, a batch of loader l, lacks a field of `part`, a batch of loader k.
+-- Raises an error if `other`, a batch of loader l, lacks a field of `part`, a batch of loader k, or
+-- has it with another type.
 local function want_fields(part, other, k, l)
   for key, value in pairs(part) do
     if type(other[key]) ~= type(value) then
@@ -34,7 +35,8 @@ local function want_fields(part, other, k, l)
   end
 end
 
--- Joins batches: joins their tensors along the first dimension, and adds up `tokens`.
+-- Joins batches: joins their tensors along the first dimension, adds up `tokens`, and drops all
+-- other fields.
 local function join(self, parts, from)
   local joined = {}
   for i, part in ipairs(parts) do
@@ -148,7 +150,7 @@ function M.new(o)
   for k = 1, #loaders do
     local w = o.weights and weights[k] or 1
     expect(type(w) == "number" and w >= 0 and w < math.huge, w,
-      "data.mix: expected weight %d to be a number of 0 or more", k)
+      "data.mix: expected weight %d to be a finite number of 0 or more", k)
     total = total + w
   end
   if total <= 0 then raise("data.mix: expected a weight above 0, got only 0") end

@@ -1,7 +1,7 @@
--- Makes rows of a fixed length from documents. With `pack`, the documents of an epoch follow each
--- other, each with its end token, and are cut into rows. The last token of a row is also the first
--- of the next row, so every token is a target once. Without `pack`, a row holds one document, which
--- is cut or padded.
+-- Makes rows of a fixed length from documents. With `pack`, the documents of all epochs follow each
+-- other, each with its end token if there is one, and are cut into rows. The last token of a row is
+-- also the first of the next row, so every token but the very first is a target once. Without
+-- `pack`, a row holds one document, which is cut or padded.
 --
 -- The position is an epoch, an index into the order of the documents in this epoch, and the index
 -- of a token in the document. Called by init.lua.
@@ -134,8 +134,9 @@ function Packed:state()
   return state
 end
 
---- Moves to a saved position. Refuses a position that was saved with other files or options, or
---- with an encode that gave other tokens.
+--- Moves to a saved position. Refuses a position that was saved with other files, with another
+--- value of a field in IDENTITY, or with an encode that gave other tokens for the document that
+--- Documents:checksum reads.
 function Packed:restore(state)
   local at, version = position.check(state, self, IDENTITY, { epoch = fields.count,
     token = fields.count, place = fields.between(0, self.examples) })

@@ -81,7 +81,7 @@ end
 function M.open(name, paths, kind)
   if type(paths) == "string" then paths = { paths } end
   expect(type(paths) == "table" and #paths ~= 0, paths,
-    "data.%s: expected path = a file or a list of files", name)
+    "data.%s: expected path = a file or a list of one or more files", name)
   local self = setmetatable({ name = name, kind = kind, files = {}, n = 0, room = 1024,
     starts = ffi.new("double[1024]") }, Records)
   for k, path in ipairs(paths) do
@@ -112,8 +112,9 @@ local function file_of(self, i)
   return self.files[low], low
 end
 
--- Returns bytes `from` to `to`-1 of a file, without the white space at their end. For CSV, drops
--- only the blank lines at their end. Leaves the file open for the next read.
+-- Returns bytes `from` to `to`-1 of a file, without the white space at their end and a byte order
+-- mark at the start of the file. For CSV, drops only the blank lines at their end. Leaves the file
+-- open for the next read.
 local function read(self, f, from, to)
   if self.latest ~= f then
     if self.handle then self.handle:close() end

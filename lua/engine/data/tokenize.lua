@@ -1,5 +1,6 @@
--- Converts text files to one .npy file of token ids: uint16 if all ids fit, else uint32. The file
--- gets its final name when it is complete. Called by cli/data.lua; data.tokens reads the result.
+-- Converts text files to one .npy file of token ids: uint16 if all ids of the tokenizer fit, else
+-- uint32. The file gets its final name when it is complete. Called by cli/data.lua; data.tokens
+-- reads the result.
 local files = require "engine.base.file"
 local M_ffi = require "engine.base.ffi"
 
@@ -35,12 +36,13 @@ local function line_end(bytes, at, size)
 end
 
 --- Writes the ids of the files' texts to the file `output`. Options:
----   lines     each line is a text of its own, without its line end; empty lines are left out
+---   lines     each line is a text of its own, without its line end; by default each file is a text
 ---   special   adds the ids that the tokenizer puts around a text
 ---   ending    an id to add after each text
 ---   progress  a function that is called with the number of bytes encoded so far and the number of
 ---             bytes in all files
---- Returns { texts =, bytes =, tokens =, dtype = }: three counts and the dtype of the ids.
+--- Empty texts are left out. Returns { texts =, bytes =, tokens =, dtype = }: three counts and the
+--- dtype of the ids.
 function M.run(tokenizer, paths, output, options)
   local maps, all = {}, 0
   for i, path in ipairs(paths) do

@@ -234,11 +234,12 @@ function Tokenizer:decode(ids, options)
 end
 
 --- Returns the text of a conversation, a list of messages { role =, content = }. Applies the chat
---- template in the tokenizer's folder, with the same result as transformers' method of this name.
---- Options: add_generation_prompt (false; true: the text ends with the beginning of the assistant's
---- answer), and any other variable that the template reads. A template that uses a part of Jinja
---- that the engine does not support raises a one-line error. The text already has its special
---- tokens, so encode it with encode(text, { special = false }).
+--- template in the tokenizer's folder, with the same result as transformers' method of this name,
+--- except that a template sees the keys of an object in sorted order. Options:
+--- add_generation_prompt (false; true: the text ends with the beginning of the assistant's answer),
+--- and any other variable that the template reads. A template that uses a part of Jinja that the
+--- engine does not support raises a one-line error. The text already has its special tokens, so
+--- encode it with encode(text, { special = false }).
 function Tokenizer:apply_chat_template(messages, options)
   self.chat = self.chat
     or require("engine.data.chat_template").of(self.path:match("^(.*)/[^/]*$") or ".")

@@ -23,7 +23,7 @@ local JSON = { table = "a list or an object", string = "a string", number = "a n
   boolean = "true or false" }
 
 --- Returns a field of a component, after a check that its type is `kind`. default: what to return
---- if the field is missing; without a default, a missing field is an error.
+--- if the field is missing or null; without a default, such a field is an error.
 function M.field(to, part, name, kind, default)
   local value, owner = part[name], type(part.type) == "string" and part.type .. "." or ""
   if given(value) and type(value) == kind then return value end
@@ -57,7 +57,7 @@ function M.add(to, part, table_of)
       and "an object whose 'type' is " .. value_text(part.type) or value_text(part))
   end
   to.depth = (to.depth or 0) + 1
-  if to.depth > 20 then to.fail("expected at most 20 nested Sequences") end
+  if to.depth > 20 then to.fail("expected components nested at most 20 deep") end
   local add = table_of[kind] or to.fail("type '%s' is not supported%s", kind,
     nearest.hint(kind, nearest.keys(table_of)))
   add(to, part)
