@@ -381,7 +381,7 @@ describe("load_model", function()
       refuses(with("llama", { vocab_size = 18 }), "expected 'model.embed_tokens.weight' to have "
         .. "shape %[18 x 16%] %(from config.json%), got %[17 x 16%]")
       refuses(with("llama3", { rope_parameters = { rope_type = "llama3", factor = "8" } }),
-        "expected factor to be a number above 0, got '8'")
+        "expected factor to be a finite number above 0, got '8'")
       local function rope(changes, pattern)
         local p = { rope_type = "yarn", factor = 4 }
         for key, value in pairs(changes) do p[key] = value end

@@ -316,7 +316,7 @@ describe("a module", function()
         "generate: expected a prompt to be a list of tokens, such as tokenizer:encode(text) or "
           .. "ids:totable(), got nothing" },
       { "gpt:generate({ 1 }, 5, { temperature = -1 })",
-        "generate: expected temperature to be a number >= 0, got -1" },
+        "generate: expected temperature to be a finite number >= 0, got -1" },
       { "gpt:generate({ 1 }, 5, { top_k = 0 })",
         "generate: expected top_k to be a whole number of 1 or more, got 0" },
       { "gpt(engine.zeros(1, 9, 'i32'))", "In gpt: expected up to 8 tokens of context, got 9" },

@@ -12,7 +12,7 @@
 --   fields     field = { default, option, range }: transformers' default (false also stands for
 --              null), the option of the model that the field sets (nil: only the default is
 --              supported) and, for numbers, the range: { its description, a test }. Fields that are
---              not listed do not shape the model
+--              not listed do not shape the model, except those that a rule reads
 --   rules      names of functions of hf_config.lua that read several fields together
 --   theta      transformers' default of rope_theta, if it is not 10000
 --   options    further options of the model
@@ -26,7 +26,7 @@ local whole = { "to be a whole number from 1 to 2^31 - 1", is_whole }
 local count = { "to be a whole number from 1 to 16384",
   function(x) return is_whole(x) and x <= 16384 end }
 local probability = { "in [0, 1)", function(x) return x >= 0 and x < 1 end }
-local positive = { "to be a number above 0", function(x) return x > 0 and x < math.huge end }
+local positive = { "to be a finite number above 0", function(x) return x > 0 and x < math.huge end }
 
 local M = { whole = whole, positive = positive }   -- ranges that hf_config.lua uses, too
 

@@ -8,11 +8,11 @@
 -- in DeepSeek-V3; inf becomes nan). Rows sent back (outputs, and gradients of tokens) have the
 -- format `combine`: "own", "fp32" or "bf16".
 --
--- All ranks of the group run the same passes, with or without rows. If a rank misses a pass, the
--- core's error names that rank (core/dist/comm_wait.c). dist/reducer.lua reads a module's `_apart`
--- to learn which ranks hold which parameters. The reducer sums a gradient only over the ranks that
--- hold the parameter; the record, group scales and verdicts cover all ranks. Called by moe.lua.
--- Shapes: n rows, C columns, E experts.
+-- All ranks of the group run the same passes, also ranks whose experts get no rows. If a rank
+-- misses a pass, the core's error names that rank (core/dist/comm_wait.c). dist/reducer.lua reads a
+-- module's `_apart` to learn which ranks hold which parameters. The reducer sums a gradient only
+-- over the ranks that hold the parameter; the record, group scales and verdicts cover all ranks.
+-- Called by moe.lua. Shapes: n rows, C columns, E experts.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local autograd = require "engine.tensor.autograd"

@@ -1,10 +1,10 @@
 -- Sampling from decoders: model:generate. The keys and values of past tokens are kept in caches, so
 -- that the model computes one row for a new token instead of a whole sequence. While tokens are
--- generated, each attention module has a list `caches`. It holds one cache for all sequences or, if
--- their lengths differ, one for each sequence. The model's field `cached` is the number of tokens
--- in the longest sequence so far. transformer.lua and models.lua read these fields. Called through
--- the models of models.lua. Shapes: R sequences, T tokens, G key/value heads, D their width, V
--- vocabulary.
+-- generated with caches, each attention module has a list `caches`. It holds one cache for all
+-- sequences or, if their lengths differ, one for each sequence. The model's field `cached` is the
+-- number of tokens that the cache of the longest sequence has. transformer.lua and models.lua read
+-- these fields. Called through the models of models.lua. Shapes: R sequences, T tokens, G key/value
+-- heads, D their width, V vocabulary.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local random = require "engine.base.random"
@@ -87,7 +87,8 @@ end
 
 local COLDEST = 1e-30   -- below this temperature, logits / temperature would overflow f32
 
--- Draws an id from logits [1 x V] f32. At temperature 0, returns the most likely id. top_p is a
+-- Draws an id from logits [1 x V] f32. At a temperature below COLDEST, such as 0, returns the most
+-- likely id. top_p is a
 -- share of the total probability of the top_k tokens.
 local function sample(logits, o)
   local most = logits:max():item()
@@ -162,7 +163,7 @@ local function read(options, default_stop)
     cache = options.cache ~= false, progress = options.progress, top_p = options.top_p or 1,
     max_tokens = want_whole(options.max_tokens, "generate", "max_tokens", 0) }
   expect(type(o.temperature) == "number" and o.temperature >= 0 and o.temperature < math.huge,
-    o.temperature, "generate: expected temperature to be a number >= 0")
+    o.temperature, "generate: expected temperature to be a finite number >= 0")
   if o.top_k ~= nil then want_whole(o.top_k, "generate", "top_k", 1) end
   expect(type(o.top_p) == "number" and o.top_p > 0 and o.top_p <= 1, o.top_p,
     "generate: expected top_p in (0, 1]")

@@ -78,9 +78,9 @@ function SCALINGS.dynamic(rope, _, o, where)
   o.context = math.floor(o.context * math.max(rope.factor, 1))
 end
 
--- Returns the attention factor of YaRN, 1 + 0.1 weight log(factor). If config.json has mscale and
--- mscale_all_dim, transformers uses the ratio of two such factors, with these two numbers as
--- weights.
+-- Returns the attention factor of YaRN, 1 + 0.1 weight log(factor), or 1 if the factor is at most
+-- 1. If config.json has mscale and mscale_all_dim, transformers uses the ratio of two such factors,
+-- with these two numbers as weights.
 local function yarn_attention(factor, weight)
   return factor > 1 and 0.1 * weight * math.log(factor) + 1 or 1
 end

@@ -1,7 +1,7 @@
 -- Saves models in the files that Hugging Face's transformers loads: config.json, model.safetensors
 -- or shards with an index, and copies of the other files (tokenizer, generation settings) of the
--- folder that the model was loaded from. This module is the method `save` of the models that
--- hf_load.lua makes. Called by scripts.
+-- folder that the model was loaded from, without subfolders and hidden files. This module is the
+-- method `save` of the models that hf_load.lua makes. Called by scripts.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local files = require "engine.base.file"
@@ -134,17 +134,17 @@ end
 
 --- model:save(folder [, { dtype = nil, shard_bytes = 5e9 }]): writes config.json and the weights,
 --- for this engine and for Hugging Face's transformers. The weights are in model.safetensors or, if
---- they exceed shard_bytes bytes, in shards of up to that size with an index. dtype converts the
---- weights; without it they keep the dtypes of the parameters. Copies the tokenizer and the other
---- files of the folder the model was loaded from. Models of engine.load_model and engine.new_model
---- have this method; for others there is engine.save.
+--- they exceed shard_bytes bytes, in shards of up to that size with an index (a larger tensor has
+--- its own shard). dtype converts the weights; without it they keep the dtypes of the parameters.
+--- Copies the tokenizer and the other files of the folder the model was loaded from. Models of
+--- engine.load_model and engine.new_model have this method; for others there is engine.save.
 return function(model, folder, options)
   expect(type(folder) == "string" and folder ~= "", folder, "save: expected a folder")
   options = tensor.read_named(options, "save", "dtype shard_bytes")
   local dtype, limit = options.dtype, options.shard_bytes or 5e9
   if dtype then arguments.choose(HF_NAMES, dtype, "save", "dtype") end
   expect(type(limit) == "number" and limit > 0, limit,
-    "save: expected shard_bytes to be a number of bytes")
+    "save: expected shard_bytes to be a number of bytes above 0")
   local source = model.source
   folder = folder:gsub("(.)/+$", "%1")
   local good, problem = pcall(function()

@@ -113,12 +113,12 @@ local function save(list, folder, name_of, base_model, conv1d, head, head_name)
   check(C.eng_file_write(folder .. "/adapter_config.json", text, #text), true)
 end
 
---- lora.save(model, folder [, { names = nil, base_model = nil }]): writes the adapters in f32 to
---- PEFT's files, adapter_config.json and adapter_model.safetensors. names(path, layer) returns
---- Hugging Face's name of a layer, or a list of { name, rows } if the layer joins several of
---- Hugging Face's by rows; models of nn.gpt, nn.llama and engine.load_model need no `names`.
---- base_model: the text of the field base_model_name_or_path. For a classifier, the file also holds
---- the model's head.
+--- lora.save(model, folder [, { names = nil, base_model = nil }]): writes the adapters, in the
+--- dtype of their weights, to PEFT's files, adapter_config.json and adapter_model.safetensors.
+--- names(path, layer) returns Hugging Face's name of a layer, or a list of { name, rows } if the
+--- layer joins several of Hugging Face's by rows; models of nn.gpt, nn.llama and engine.load_model
+--- need no `names`. base_model: the text of the field base_model_name_or_path. For a classifier,
+--- the file also holds the model's head.
 function M.save(model, folder, options)
   local list = adapters.adapted(model, "lora.save")
   folder = want_folder(folder, "lora.save")

@@ -87,7 +87,7 @@ local LOSS = "attention_maps mask label_smoothing ignore_index reduction z_loss 
 
 -- model:loss(x, y [, options]): the mean cross entropy of the model's predictions for ids x [B x T]
 -- against the ids y [B x T], or of a classifier's predictions against the labels y [B]. A target of
--- -100 does not count, nor does a target at padding. The second result is the attention maps, if
+-- -100 does not count, nor does an id at padding. The second result is the attention maps, if
 -- they are requested. Options: attention_maps, mask, and those of cross_entropy. z_loss and
 -- soft_cap are by default those of the model.
 local function loss(self, x, y, options)
@@ -233,11 +233,11 @@ M.gpt = GPT
 
 --- nn.llama { vocab = 256, context = 256, width = 256, heads = 8, kv_heads = 2, layers = 4, hidden
 --- = 688, rope = 10000, eps = 1e-6, tied = false, dropout = 0 }: ids [B x T] -> logits [B x T x V].
---- `rope`, head_width, bias, out_bias, qk_norm, window and attention_dropout are options of
---- nn.attention, but bias is false by default, and `window` may also be a list with an entry for
---- each layer (false: no window). mlp_bias adds biases to the feed-forward modules. With `experts`,
---- each of these modules is a mixture of that many experts, and each token uses top_k of them (by
---- default 2). labels and pad are those of nn.gpt. Methods: loss, generate.
+--- `rope`, head_width, bias, out_bias, qk_norm, window and attention_dropout (there: dropout) are
+--- options of nn.attention, but bias is false by default, and `window` may also be a list with an
+--- entry for each layer (false: no window). mlp_bias adds biases to the feed-forward modules. With
+--- `experts`, each of these modules is a mixture of that many experts, and each token uses top_k of
+--- them (by default 2). labels and pad are those of nn.gpt. Methods: loss, generate.
 local Llama = class("llama")
 function Llama:init(options)
   local c = configure(self, "nn.llama", options, { vocab = 256, context = 256, width = 256,

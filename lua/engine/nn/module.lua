@@ -174,7 +174,7 @@ local function is_module(x) return type(x) == "table" and rawget(x, "_order") ~=
 M.is_module = is_module
 
 -- Stores a value in the module. The keys of modules and tensors also go to `_order`, in the order
--- of their first assignment.
+-- of their first assignment. Lua calls this function only for a key that has no value yet.
 local function assign(self, key, value)
   raise_if(is_module(value) and path_to(value, self), "%s.%s: a module cannot contain itself",
     self._class, tostring(key))
@@ -359,7 +359,8 @@ function Module:evaluating(f, ...)
 end
 
 --- Activation checkpointing: less memory for more time, with the same losses and gradients, bit for
---- bit. The modules that `which` names keep only their results; the backward pass runs their
+--- bit. The modules that `which` names keep only their results and tensors of up to 256 bytes; the
+--- backward pass runs their
 --- operations again, one module at a time. which: "block" for the blocks of a model (the modules in
 --- each list `blocks`); a Lua pattern for the modules whose path matches it; false for none.
 --- Returns the module.
@@ -454,8 +455,9 @@ local function title(self)
   return self._class .. (self.extra and "(" .. self:extra() .. ")" or "")
 end
 
--- Appends lines for every module inside `self`. If consecutive numbered siblings have equal text,
--- as a model's blocks do, writes out the first and one line for the others ("2 to 12: the same").
+-- Appends lines for every module inside `self`. If consecutive numbered siblings hold modules and
+-- have equal text, as a model's blocks do, writes out the first and one line for the others ("2 to
+-- 12: the same").
 local function describe(self, indent, lines)
   local above, first
   for _, key in ipairs(self._order) do

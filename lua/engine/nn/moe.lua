@@ -21,8 +21,8 @@ local expect, raise, raise_if, want_whole = M_ffi.expect, M_ffi.raise, M_ffi.rai
 --- format in which rows are sent to experts, and combine ("own" | "fp32" | "bf16") is the format in
 --- which outputs are sent back. After a forward pass, the field `counts` has the number of tokens
 --- of each expert (over all ranks of the group). The field `balance` is a scalar to add to the loss
---- with a small weight: E times the sum, over the experts, of (share of tokens * mean probability).
---- The scalar is 1 when all experts get equal shares.
+--- with a small weight: E times the sum, over the experts, of (share of tokens * mean probability),
+--- for this rank's tokens. The scalar is 1 when all experts get equal shares.
 local MoE = module.class("moe")
 function MoE:init(options)
   options = tensor.read_named(options, "nn.moe",

@@ -17,7 +17,7 @@ local M = {}
 --   place      [B*T]: the index (from 0) of each token among the N tokens of all sequences; N for
 --              padding; nil if the batch has no padding
 --   positions  [B x T]: the position of each token; nil if each row has the positions 0 to T - 1
---   reach      one more than the largest position
+--   reach      one more than the largest position of the rows, padding at their ends included
 local Spans = {}
 Spans.__index = Spans
 

@@ -64,12 +64,12 @@ end
 ---               norm)
 ---   window      a query attends to at most this many keys, its own included (no limit)
 ---   dropout     the probability of dropping an attention weight in training mode (0)
---- With dropout, or with more keys than the window, the attention weights are stored as tensors
---- instead of computed row by row. If `watch_entropy` is set, each call that computes the weights
---- row by row records the entropy of each row, in nats, in `entropy` [B x H x T]. If `watch_logits`
---- is set instead, each call records each row's largest scaled score in `logits` [B x H x T] (only
---- on the CPU). In a padded batch, `entropy` and `logits` are [1 x H x N], for the N tokens that
---- are not padding.
+--- With dropout in training mode, or with more keys than the window, the attention weights are
+--- stored as tensors instead of computed row by row. If `watch_entropy` is set, each call that
+--- computes the weights row by row records the entropy of each row, in nats, in `entropy` [B x H x
+--- T]. If `watch_logits` is set instead, each call records each row's largest scaled score in
+--- `logits` [B x H x T] (only on the CPU). In a padded batch, `entropy` and `logits` are [1 x H x
+--- N], for the N tokens that are not padding.
 local Attention = class("attention")
 function Attention:init(width, heads, options)
   options = tensor.read_named(options, "nn.attention",

@@ -1,6 +1,7 @@
 -- LAMB (You et al. 2020, arXiv 1904.00962, version 3). The update of a tensor is Adam's, without
 -- bias correction, plus weight decay. This sum is rescaled to the norm of the tensor's weights (at
--- most `limit`) and multiplied by the learning rate. Called through engine.optim.lamb.
+-- most `limit`), unless one of the two norms is 0, and multiplied by the learning rate. Called
+-- through engine.optim.lamb.
 local steps = require "engine.optim.steps"
 
 return {

@@ -1,5 +1,6 @@
--- Formulas that several optimizers use. The order of operations is PyTorch's, so that results agree
--- up to rounding. Called by the other files of this folder and by train/weight_averages.lua.
+-- Formulas that the optimizers use. Where PyTorch has the formula, the order of operations is
+-- PyTorch's, so that results agree up to rounding. Called by the other files of this folder and by
+-- train/weight_averages.lua.
 local M = {}
 
 --- Returns a + w (b - a), computed from the nearer end, as torch.lerp does.

@@ -95,8 +95,9 @@ end
 
 -- ------------------------------------------------------------------ as text
 
--- Returns x as text with the fewest digits that read back as the same double: at least 4, and at
--- most `most` (by default 9), even if the text then reads back as another double.
+-- Returns x as text with the fewest digits that read back as the same double: from 4 digits to
+-- `most` (by default 9), even if the text then reads back as another double. A whole number below
+-- 1e9 has all its digits.
 local function text(x, most)
   if x == nil then return "-" end
   if x ~= x then return "nan" end
@@ -156,8 +157,8 @@ local meta = { __tostring = table_text }
 --- a list with an entry for each format; result[NAME] is the entry of the format NAME. Fields of an
 --- entry: name, code, value, error (value - x; value - |x| in formats without a sign), below,
 --- above; sign, exponent and fraction (each as a string of bits); power (|value| is 2^power times
---- the significand), subnormal (true or false), largest (the format's largest number). The list
---- prints as a table.
+--- the significand), subnormal (true or false), largest (the format's largest number). below,
+--- above, power and subnormal are nil if the value is inf or nan. The list prints as a table.
 function M.of(x)
   local number = tonumber(x)
   M_ffi.expect(number, x, "bits: expected a number")

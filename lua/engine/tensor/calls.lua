@@ -1,7 +1,8 @@
 -- Calls of operations from Lua. core/ops.def lists the operations. All calls share one struct,
 -- M_ffi.call. elementwise.lua, views.lua and products.lua fill the tables `methods` and `functions`
--- below. tensor.lua takes the methods of tensors from `methods`, and copies `functions` into its
--- module. Owns both tables. Called by these files.
+-- below. tensor.lua takes the methods of tensors from `methods`, adds more, and copies `functions`
+-- into its module. autograd.lua, images.lua and stats.lua add methods through tensor.lua. Owns both
+-- tables. Called by the first four files.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 

@@ -18,8 +18,9 @@ local function number_text(v, dtype)
   return ("%.4g"):format(v)
 end
 
---- Returns a tensor as text: its dtype, shape, device and range, the counts of inf and nan, and the
---- first rows and columns.
+--- Returns a tensor as text: its dtype, shape and device, the smallest and largest finite element
+--- and their mean (not of bool), the counts of inf and nan (not of integers), and the first rows
+--- and columns. Leaves out the elements if there are more than MOST.
 return function(x)
   local status = C.eng_info(info_buffer, x)
   if status ~= 0 then return "tensor (" .. M_ffi.message() .. ")" end

@@ -23,8 +23,8 @@ local RANGE = { [M_ffi.dtype.i8] = { -128, 127 }, [M_ffi.dtype.bool] = { 0, 1 } 
 for _, row in ipairs(INTEGERS) do RANGE[M_ffi.dtype[row[1]]] = { row[2], row[3] } end
 
 -- Returns the dtype for a number that is combined with a tensor of `dtype`. This is `dtype` itself
--- if it is a float dtype or can hold the number; otherwise the smallest integer dtype that can hold
--- the number, or f32 if none can.
+-- if it is a float dtype or can hold the number; otherwise the first of INTEGERS that can hold the
+-- number, or f32 if none can.
 local function dtype_beside(dtype, value)
   if FLOAT[dtype] or not RANGE[dtype] then return dtype end   -- FP8: the operation raises an error
   if value % 1 ~= 0 then return M_ffi.dtype.f32 end           -- also inf and nan
@@ -80,8 +80,8 @@ end
 
 local function is_float(x) return is_tensor(x) and FLOAT[info(x).dtype] end
 
--- Computes x * factor + term in one pass, rounded once. Used for arithmetic between a float tensor
--- and a number.
+-- Computes x * factor + term in one pass, rounded once. Used for sums, differences and products of
+-- a float tensor and a number.
 local function affine(x, factor, term)
   floats[0], floats[1] = factor, term
   return run1("affine", x)

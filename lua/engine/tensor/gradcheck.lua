@@ -23,13 +23,13 @@ end
 
 local OPTIONS = { eps = 1e-6, tolerance = 1e-6, samples = 64 }
 
---- Checks the gradients of f with respect to every f64 input. Returns the largest deviation,
---- relative to 1 + |gradient|. Raises an error that names the element if a deviation exceeds the
---- tolerance. Options:
+--- Checks the gradients of f with respect to every f64 input, which must not have a gradient from
+--- an earlier backward pass. Returns the largest deviation, relative to 1 + |gradient|. Raises an
+--- error that names the element if a deviation exceeds the tolerance. Options:
 ---   eps         the step of the finite differences; by default 1e-6
 ---   tolerance   the largest relative deviation allowed; by default 1e-6
----   samples     an input with more elements than this is checked only at evenly spaced elements,
----               at least `samples` and fewer than twice as many; by default 64
+---   samples     an input with twice as many elements or more is checked only at evenly spaced
+---               elements, at least `samples` and fewer than twice as many; by default 64
 function M.check(f, inputs, options)
   arguments.want_function(f, "gradcheck", "engine.gradcheck(f, { x })")
   local o = arguments.merged(OPTIONS, arguments.read_named(options, "gradcheck", OPTIONS))

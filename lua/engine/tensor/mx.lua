@@ -93,14 +93,16 @@ local QUANTIZE = "format rule block nonfinite sr_bits sr_rule ties average facto
 ---   rule         how scales are chosen, see below; by default "floor"
 ---   block        "1x32", "1x16", "16x16" or { rows, columns }; by default "1x32", but "1x16" for
 ---                nvfp4 and the rules based on it
----   nonfinite    "torchao" (the default): Inf or NaN makes its block NaN; "te": scales ignore NaN
+---   nonfinite    "torchao" (the default): Inf or NaN makes its block NaN and, with nvfp4 and the
+---                rules based on it, the amax of the tensor Inf or NaN; "te": scales ignore NaN
 ---                and saturate for Inf, as in Transformer Engine
 ---   sr_bits      bits of stochastic rounding, 1 to 24; by default 0, which rounds to nearest
 ---   sr_rule      whose stochastic rounding: Transformer Engine's, "te" (the default), that of its
----                AMD port, "amd", or that of MSLK, "mslk"; the last two are slow
+---                AMD port, "amd", or that of MSLK, "mslk"; the last two are slow and only on
+---                the CPU
 ---   ties         without sr_bits, how a number halfway between two codes is rounded: to the "even"
 ---                code (the default), "away" from zero, toward "zero", or "up"; the last three are
----                slow
+---                slow and only on the CPU
 ---   average      f32, of x's shape: the moving average of each element over steps. Rounds an
 ---                element up or down, to the code nearer to its moving average (Q-EMA of TetraJet)
 ---   factor       a number from 0.5 to 1, by default 1: multiplies the elements before rounding;
@@ -121,10 +123,13 @@ local QUANTIZE = "format rule block nonfinite sr_bits sr_rule ties average facto
 ---                              deviation of its block
 ---   ms_eden                    nvfp4, but the scales correct the rounding errors, in groups of 128
 ---                              elements; sr_bits applies to these scales, not to elements
---- Fields of the result: q (u8 codes, two to a byte in e2m1, the even element in the low half),
---- scale (u8 codes, ue8m0 or ue4m3), amax (f32 []), nan (i64 []: how many elements of x are NaN),
---- gate (only of "quest": bf16, 1 where a gradient would pass to x, 0 where x saturates), shape,
---- block, format, rule, factor, transposed.
+--- The last four rules allow no factor, ties, sr_rule or average, and except for ms_eden no
+--- sr_bits. quest and ms_eden allow only blocks of one row, no nonfinite = "te", and transposed
+--- only with hadamard. An average allows no sr_bits, ties or hadamard. Fields of the result: q (u8
+--- codes, two to a byte in e2m1, the even element in the low half), scale (u8 codes, ue8m0 or
+--- ue4m3), amax (f32 []), nan (i64 []: how many elements of x are NaN), gate (only of "quest":
+--- bf16, 1 where a gradient would pass to x, 0 where x saturates), shape, block, format, rule,
+--- factor, transposed.
 function M.quantize(x, options)
   want(x, "mx.quantize")
   options = arguments.read_named(options, "mx.quantize", QUANTIZE)

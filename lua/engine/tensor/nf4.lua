@@ -51,7 +51,7 @@ function M.quantize(x, options)
   options = arguments.read_named(options, "nf4.quantize", OPTIONS)
   local block, double = options.block or 64, options.double ~= false
   arguments.want_whole(block, "nf4.quantize", "block", 32)
-  if options.offset ~= nil then arguments.want(options.offset, "nf4.quantize") end
+  if options.offset ~= nil then arguments.want(options.offset, "nf4.quantize: offset") end
   local q, absmax, code, group, offset = run("nf4_quantize", { x, options.offset or false },
     { block, double and 1 or 0 }, {}, 5)
   return setmetatable({ q = q, absmax = double and code or absmax, group = group, offset = offset,

@@ -2,7 +2,8 @@
 --   print(engine.profile(function() trainer:step() end))
 -- The result prints as two lists, the most expensive row first. A row of the first list sums the
 -- calls of one operation; the row "(outside kernels)" has the time outside all kernels (tape, Lua,
--- data). A row of the second list sums calls with the same operation, dtypes and shapes. Called by
+-- data). A row of the second list sums calls with the same operation, dtypes and shapes; rows of
+-- less than 0.5 % of the time are only counted. Measures up to MAX_ROWS kinds of calls. Called by
 -- scripts.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"

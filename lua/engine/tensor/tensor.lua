@@ -1,6 +1,6 @@
 -- Tensors in Lua. A tensor is a handle, a small cdata {slot, generation}, with the operations as
--- methods. The handle holds no elements. A tensor made inside a step is freed when the step ends;
--- :keep() makes a copy that outlives it.
+-- methods. The handle holds no elements. A tensor made inside a step is freed when the step ends,
+-- unless it was made with keep = true; :keep() makes a copy that outlives the step.
 --
 -- Counting follows Lua: dimensions and positions start at 1, ranges are inclusive, and negative
 -- numbers count from the end (dimension -1 is the last). The numbers inside index tensors (token
@@ -114,11 +114,12 @@ function methods.keep(x)
   return y
 end
 
---- Frees a kept tensor; its handles are stale from then on.
+--- Frees a kept tensor; its handles are stale from then on. Frees a tensor of the step only if the
+--- tape is empty; otherwise that tensor lives until the step ends.
 function methods.free(x) check(C.eng_free(x)) end
 
---- Declares that x is not used again: its memory is freed at once, unless the backward pass needs
---- it.
+--- Declares that x, a tensor of the step, is not used again: its memory is freed at once, unless
+--- the backward pass needs it or another tensor, such as a view, uses it.
 function methods.done(x) check(C.eng_done(x)) end
 
 --- Makes backward() compute the gradient of x, or, with on = false, leave it out; returns x.

@@ -56,7 +56,8 @@ function methods.transpose(x, a, b)
   return run1("permute", x)
 end
 
---- x:expand(2, 3): x with its dimensions of size 1 repeated to the given sizes, without a copy.
+--- x:expand(2, 3): x with its dimensions of size 1 repeated to the given sizes, and with further
+--- dimensions in front, without a copy. A size of -1 keeps x's size.
 function methods.expand(x, ...)
   want(x, "expand")
   shape_ints("expand", ...)
