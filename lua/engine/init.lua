@@ -48,8 +48,9 @@ else
   end
 end
 
--- Version 0.1 had all modules in one folder. Its names still work: `require "engine.history"` loads
--- engine.run.history and prints a warning once.
+-- Version 0.1 had all modules in one folder. A name of then still works if one of FOLDERS has a
+-- module of this name: `require "engine.history"` loads engine.run.history and prints a warning
+-- once.
 local FOLDERS = { "base", "tensor", "policy", "dist", "run", "train", "report", "cli" }
 table.insert(package.loaders, function(name)
   local module = name:match("^engine%.([%w_]+)$")

@@ -57,7 +57,8 @@ function M.want_function(f, name, example)
   raise("%s: expected a function, got %s; hint: %s", name, value_text(f), example)
 end
 
---- Returns whether v is a group of ranks that engine.ranks.group() returned.
+--- Returns whether v is a group of ranks that engine.ranks.group() returned, or such a group's
+--- `across`.
 function M.is_group(v)
   return type(v) == "table" and ffi.istype("eng_comm *", v.comm) and type(v.size) == "number"
 end

@@ -110,8 +110,9 @@ end
 local mark = M_ffi.new("int64_t[1]")
 
 --- Runs f(...) without recording, frees the tensors that f made, and returns f's results. Kept
---- tensors are not freed; every other tensor that f made is stale, also among the results. Use it
---- for evaluation and sampling.
+--- tensors are not freed; every other tensor that f made is stale, also among the results. If f
+--- yields, so is every tensor that other code makes before f returns. Use it for evaluation and
+--- sampling.
 function M.scope(f, ...)
   arguments.want_function(f, "scope", "engine.scope(function() ... end)")
   check(C.eng_scope_begin(mark))

@@ -126,8 +126,9 @@ for _, name in ipairs { "maximum", "minimum", "eq", "ne", "lt", "le", "gt", "ge"
   methods[name] = function(a, b) return pair(name, a, b, compares) end
 end
 
---- Elementwise functions of a tensor. The result is computed in f32 (f64 for an f64 tensor) and
---- rounded once into x's dtype, or into the dtype that autocast sets.
+--- Elementwise functions of a float tensor (neg, abs and relu also take integers). The result is
+--- computed in f32 (f64 for an f64 tensor) and rounded once into x's dtype, or into the dtype that
+--- autocast sets.
 ---   neg, abs           -x, the magnitude
 ---   exp, log           e^x, the natural logarithm
 ---   sqrt, rsqrt        the square root, 1 / sqrt(x)
