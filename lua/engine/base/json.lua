@@ -1,7 +1,7 @@
 -- Converts plain Lua data to JSON and back. encode and decode are lossless: decode returns the data
--- that encode was given, with every bit of its numbers (but every NaN becomes the same NaN).
--- Checkpoints and histories use them. `plain` writes JSON for other programs; lua-cjson reads JSON
--- from other programs. Used by most folders.
+-- that encode was given, with every bit of its numbers (but every NaN becomes the same NaN). Tables
+-- may be nested up to 1000 deep. Checkpoints and histories use them. `plain` writes JSON for other
+-- programs; lua-cjson reads JSON from other programs. Used by most folders.
 --
 -- A value that JSON lacks becomes an object with one key:
 --   { "$number": "inf" }                 also "-inf" and "nan"
