@@ -28,9 +28,9 @@ return {
     state.step = now
     local scales, size = {}, options.history
     for name, t in pairs(record.tensors) do
-      -- ring.list: { step, amax, step, amax, ... }, a ring of at most `size` pairs. The n pairs from
-      -- `head` on are in decreasing order of amax: those that can still become the largest of a
-      -- window.
+      -- ring.list: { step, amax, step, amax, ... }, a ring of at most `size` pairs. The n pairs
+      -- from `head` on are in decreasing order of amax: those that can still become the largest
+      -- of a window.
       local ring, amax = state.peaks[name], t.amax
       if ring and not ring.list then                           -- a state of version 0.1
         ring = { head = 0, n = #ring / 2, list = ring }
