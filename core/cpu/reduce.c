@@ -4,7 +4,8 @@
 // A sum is taken in a fixed order. The elements of a tile (or of FLUSH rows) are added in f32
 // lanes, and added again in double if the f32 sum is Inf or NaN. The sums of the tiles, and then of
 // the pieces, are added in double. How a sum is cut into pieces depends only on the shape and the
-// strides, never on the number of threads. In max and min, a NaN gives NaN, and the choice between -0 and +0 is unspecified.
+// strides, never on the number of threads. In max and min, a NaN gives NaN, and the choice between
+// -0 and +0 is unspecified.
 #include "operand.h"
 #include "simd.h"
 #include "tasks.h"

@@ -508,7 +508,7 @@ typedef struct report {
   int64_t    *count;             // elements of each tensor
   int         n, n_loss, capacity;
   unsigned    needs;
-  bool        told;              // a fault in this report has already been returned as an error
+  int64_t     faults_told;       // cuda_faults_told() when the report was requested
 } report;
 
 static struct {
@@ -627,7 +627,7 @@ static eng_status launch(report **out, const param_span *spans, int n, unsigned 
   r->n = n;
   r->n_loss = n_loss;
   r->needs = needs;
-  r->told = false;
+  r->faults_told = cuda_faults_told();
   r->busy = true;
   *out = r;
   return ENG_OK;
@@ -640,9 +640,8 @@ static eng_status arrive(report *r, eng_tensor_stats *stats)
   cudaError_t result = cudaEventSynchronize(r->arrived);
   if (result != cudaSuccess) return cuda_status(result, "waiting for gradient statistics");
   const cuda_fault_record *fault = (const cuda_fault_record *)r->memory;
-  if (!fault->raised || r->told) return ENG_OK;
-  // other reports in flight may carry the same fault, which must be reported only once
-  for (int k = 0; k < STATS_TICKETS; k++) pass.reports[k].told = true;
+  // a wait, or another report in flight, may have returned the same fault
+  if (!fault->raised || r->faults_told != cuda_faults_told()) return ENG_OK;
   return cuda_fault_told(fault);
 }
 

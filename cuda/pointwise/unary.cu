@@ -458,15 +458,18 @@ static void dropout_launch(const tensor *y, const tensor *x, dropout_mask mask, 
                                                                    x->count, mask, factor);
 }
 
+// Computes x / rest or, if `factor` is not 0, x * factor in f32, as dropout_kernel does.
 static __global__ void dropout_elements(void *y, int y_dtype, const void *x, int x_dtype,
-                                        int64_t count, dropout_mask mask, double rest)
+                                        int64_t count, dropout_mask mask, double rest, float factor)
 {
   int64_t i = (int64_t)blockIdx.x * WALK_THREADS + threadIdx.x;
   if (i >= count) return;
   uint32_t word[4];
   philox_of(word, mask.seed, mask.counter + (uint64_t)i / 4);
   bool kept = (word_of_element(word, (uint64_t)i) >> 8) >= mask.least;
-  element_store(y, y_dtype, i, kept ? element_double(x, x_dtype, i) / rest : 0.0);
+  double value = kept ? element_double(x, x_dtype, i) : 0.0;
+  if (kept) value = factor != 0 ? (double)((float)value * factor) : value / rest;
+  element_store(y, y_dtype, i, value);
 }
 
 extern "C" eng_status cuda_dropout(const op_call *call)
@@ -476,14 +479,16 @@ extern "C" eng_status cuda_dropout(const op_call *call)
   dropout_mask mask = {rng_seed(), (uint64_t)call->dropout.counter, (uint32_t)least};
   // rounds up, so that word >> 8 >= least means (word >> 8) / 2^24 >= p
   if ((double)mask.least < least) mask.least++;
-  bool aligned = ((uintptr_t)x->data | (uintptr_t)y->data) % 16 == 0;
-  if (is_fast(x->dtype) && x->dtype == y->dtype && aligned) {
-    float factor = (float)(1.0 / (1.0 - p));
+  bool aligned = ((uintptr_t)x->data | (uintptr_t)y->data) % 16 == 0,
+       fast = is_fast(x->dtype) && is_fast(y->dtype);
+  float factor = fast ? (float)(1.0 / (1.0 - p)) : 0.0f;
+  if (fast && x->dtype == y->dtype && aligned) {
     with_fast_format(x->dtype, [&](auto t) { dropout_launch<decltype(t)>(y, x, mask, factor); });
   } else {
     unsigned blocks = (unsigned)((x->count + WALK_THREADS - 1) / WALK_THREADS);
     dropout_elements<<<blocks, WALK_THREADS, 0, cuda_stream()>>>(y->data, y->dtype, x->data,
-                                                                 x->dtype, x->count, mask, 1.0 - p);
+                                                                 x->dtype, x->count, mask, 1.0 - p,
+                                                                 factor);
   }
   CUDA_LAUNCHED("dropout");
   return ENG_OK;

@@ -257,15 +257,14 @@ extern "C" eng_status cuda_cross_entropy(const op_call *call)
   if (rows > 0) {
     with_format(x->dtype,
                 [&](auto t) { launch_losses<decltype(t)>(call, rows, classes, losses); });
-    CUDA_LAUNCHED("cross_entropy");
   }
   if (mode != 0 && loss) {
     divided_sum<<<1, SUM_THREADS, 0, cuda_stream()>>>(
       losses, rows, mode == 1 ? targets->data : NULL, targets->dtype, call->cross_entropy.ignore, 1,
       loss->data, loss->dtype);
-    CUDA_LAUNCHED("cross_entropy");
   }
   if (losses) scratch_give(losses, bytes);
+  CUDA_LAUNCHED("cross_entropy");
   return ENG_OK;
 }
 
@@ -379,12 +378,11 @@ extern "C" eng_status cuda_cross_entropy_grad(const op_call *call)
     if (!counted) return ENG_ERR_MEMORY;
     count_rows<<<1, SUM_THREADS, 0, cuda_stream()>>>(targets->data, targets->dtype, rows,
                                                      call->cross_entropy.ignore, counted);
-    CUDA_LAUNCHED("cross_entropy_grad");
   }
   with_format(x->dtype,
               [&](auto t) { launch_gradients<decltype(t)>(call, rows, classes, counted); });
-  CUDA_LAUNCHED("cross_entropy_grad");
   if (counted) scratch_give(counted, sizeof *counted);
+  CUDA_LAUNCHED("cross_entropy_grad");
   return ENG_OK;
 }
 
@@ -414,11 +412,10 @@ extern "C" eng_status cuda_mse(const op_call *call)
   if (blocks > 0) {
     square_distances<<<(unsigned)blocks, SUM_THREADS, 0, cuda_stream()>>>(
       a->data, a->dtype, b->data, b->dtype, a->count, partial);
-    CUDA_LAUNCHED("mse");
   }
   divided_sum<<<1, SUM_THREADS, 0, cuda_stream()>>>(
     partial, blocks, nullptr, 0, 0, (double)a->count, out->data, out->dtype);   // 0 / 0 is NaN
-  CUDA_LAUNCHED("mse");
   scratch_give(partial, bytes);
+  CUDA_LAUNCHED("mse");
   return ENG_OK;
 }

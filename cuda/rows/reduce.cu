@@ -278,13 +278,13 @@ template <class P> static void launch(reduction &r, bool beside)
 
 /// Chooses the number and the length of pieces. `blocks` blocks process one piece of every result;
 /// all pieces together take at most `most` blocks where possible. A piece is a multiple of `least`
-/// groups. The choice depends only on these arguments, not on the card.
+/// groups, and at most 2^30. The choice depends only on these arguments, not on the card.
 static void cut(reduction &r, int64_t groups, int64_t blocks, int64_t least, int64_t most)
 {
   int64_t wanted = most / blocks, possible = parts(groups, least);
   r.pieces = wanted < possible ? wanted : possible;
   if (r.pieces < 1) r.pieces = 1;
-  r.length = parts(possible, r.pieces) * least;
+  r.length = min(parts(possible, r.pieces) * least, 1ll << 30);
   if (r.length < 1) r.length = 1;
   r.pieces = parts(groups, r.length);
   if (r.pieces < 1) r.pieces = 1;

@@ -138,9 +138,14 @@ int64_t cuda_capacity(void)
 
 // ---- copies and waiting
 
+static int64_t faults_told;
+
+int64_t cuda_faults_told(void) { return faults_told; }
+
 eng_status cuda_fault_told(const cuda_fault_record *seen)
 {
   cuda_fault_record fault = *seen;
+  faults_told++;
   CUDA_TRY(cudaMemsetAsync(card.fault, 0, sizeof *card.fault, card.stream));
   return error_set(
     ENG_ERR_VALUE,

@@ -108,6 +108,9 @@ cuda_fault_record *cuda_fault(void);
 /// Clears the fault record and returns the error for the fault in `seen`, a copy of the record in
 /// which `raised` is set. Called by functions that copy the record to the host themselves.
 eng_status cuda_fault_told(const cuda_fault_record *seen);
+/// The number of faults that have been returned as errors. If it has grown since a copy of the
+/// record was requested, the fault in this copy may have been returned already.
+int64_t cuda_faults_told(void);
 
 #ifdef __cplusplus
 }
