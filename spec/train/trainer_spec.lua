@@ -154,6 +154,52 @@ describe("the trainer", function()
       assert.equal(4, references)
     end)
 
+  it("running statistics count a retried step once, and not at all in a rescue checkpoint",
+    function()
+      local nn = engine.nn
+      -- Makes updates whose batches differ; a retry repeats each batch once. The loss function of
+      -- step `fails` raises after the forward pass. Returns the running means and the step that
+      -- they are of, from the last checkpoint.
+      local function means(o)
+        engine.seed(3)
+        local model, at, batch = nn.sequential { nn.linear(4, 4), nn.batch_norm(4) }, 0, 0
+        local run, x = folder .. "/" .. o.run, engine.randn(8, 4):keep()
+        local trainer = engine.trainer { model = model, steps = o.steps, log = "quiet",
+          attach = false, run = run, mode = o.mode,
+          policy = { file = "again.lua", source = ([[return { name = "again",
+            init = function() return { scale = 1, again = false } end,
+            decide = function(state)
+              state.again = %s and not state.again
+              return { scale = 1, action = state.again and "retry" or "step" }
+            end }]]):format(tostring(o.retries or false)) },
+          optimizer = engine.optim.sgd(model, { lr = 0.1 }),
+          data = { next = function()
+            batch = batch + 1
+            return { x = x, tokens = 8, factor = batch }
+          end, state = function() return { batch = batch } end,
+          restore = function(_, state) batch = state.batch end },
+          loss = function(m, b)
+            at = at + 1
+            local loss = m(b.x * b.factor):square():mean()
+            if at == o.fails then error("broken batch", 0) end
+            return loss
+          end }
+        local good, why = pcall(trainer.run, trainer)
+        assert.equal(o.fails == nil, good)
+        if o.fails then assert.matches("broken batch", why, 1, true) end
+        local c = assert(require("engine.run.checkpoint").load(run .. "/checkpoints"))
+        return { c.step, c.model["2.running_mean"]:totable(),
+          c.model["2.num_batches_tracked"]:item() }
+      end
+      for _, mode in ipairs { "sync", "lagged" } do
+        assert.same(means { run = "whole-" .. mode, steps = 3, mode = mode },
+          means { run = "failed-" .. mode, steps = 6, mode = mode, fails = 4 })
+      end
+      local plain, again = means { run = "plain", steps = 5 },
+        means { run = "again", steps = 10, retries = true }
+      assert.same({ plain[2], plain[3] }, { again[2], again[3] })
+    end)
+
   it("stop ends the run with the policy's reason", function()
     local source = [[return { name = "enough", init = function() return { scale = 1 } end,
       decide = function(_, record)

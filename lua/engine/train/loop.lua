@@ -243,9 +243,9 @@ local function steps(self, outcome)
   self.reducer:agree()
 end
 
--- Saves a run after an error: moves the data and random numbers back to the start of the
--- unfinished step, and writes a checkpoint of the steps before it. Writes none if the ranks have
--- drifted apart, or if a checkpoint needs all ranks (ZeRO, divided experts).
+-- Saves a run after an error: moves the data, random numbers and the model's buffers back to the
+-- start of the unfinished step, and writes a checkpoint of the steps before it. Writes none if the
+-- ranks have drifted apart, or if a checkpoint needs all ranks (ZeRO, divided experts).
 local function rescue(self, problem)
   local files, failed, drift = self.run_files, self.current, self.agreement.drift
   C.eng_step_end()
@@ -355,6 +355,7 @@ function M.finish(self, outcome, good, message)
   self.progress:finish()
   self.control:close()
   if not good then rescue(self, message) end
+  self:forget_buffers()
   local unwritten, made = nil, self.steps_done - outcome.first
   if good then
     files:event(self.steps_done, outcome.stopped and "stopped" or "finished", outcome.stopped)

@@ -117,6 +117,7 @@ function Trainer:attempt()
   if opt.fp8 then opt.fp8:begin(s.step) end
   s.shadow_scales = self.shadows and self.shadows:scales()
   s.place = self:remember_place()                          -- for a retry, or when this step fails
+  self:remember_buffers()
   self.current = s
   self.reducer:begin(s)
   s.batches = self.reference and self.reference:batches(s) -- runs them in f32, if due
@@ -373,9 +374,37 @@ function Trainer:remember_place()
   return place
 end
 
+--- Returns to a position that remember_place() returned, and restores the buffers that
+--- remember_buffers() saved: a pass changes running statistics even if its step has no update.
 function Trainer:go_back(place)
   if place.data then self.data:restore(place.data) end
   random.go(place)
+  for _, b in ipairs(self.buffers or {}) do b.now:copy(b.was) end
+end
+
+-- Returns the model's buffers, such as the running statistics of batch norm, as a list of { now =
+-- the buffer, was = a kept copy }.
+local function copies_of_buffers(self)
+  local buffers = {}
+  for _, p in ipairs(self.model:parameters()) do
+    if p.role == "buffer" then buffers[#buffers + 1] = { now = p.tensor, was = p.tensor:keep() } end
+  end
+  return buffers
+end
+
+--- Saves the model's buffers for go_back(), in copies that the trainer keeps until the run ends.
+function Trainer:remember_buffers()
+  if not self.buffers then
+    self.buffers = copies_of_buffers(self)
+    return
+  end
+  for _, b in ipairs(self.buffers) do b.was:copy(b.now) end
+end
+
+--- Frees the copies of remember_buffers().
+function Trainer:forget_buffers()
+  for _, b in ipairs(self.buffers or {}) do b.was:free() end
+  self.buffers = nil
 end
 
 --- Keeps micro-batch i and the position of the random numbers, to run the pass again
@@ -385,12 +414,9 @@ function Trainer:remember_batch(i, batch)
 end
 
 --- Runs f, which passes the step's batches through the model again, and then restores the model's
---- buffers, such as the running statistics of batch norm. Returns f's results.
+--- buffers. Returns f's results.
 function Trainer:keeping_buffers(f)
-  local buffers = {}
-  for _, p in ipairs(self.model:parameters()) do
-    if p.role == "buffer" then buffers[#buffers + 1] = { now = p.tensor, was = p.tensor:keep() } end
-  end
+  local buffers = copies_of_buffers(self)
   local function restored(...)
     for _, b in ipairs(buffers) do
       b.now:copy(b.was)
