@@ -57,9 +57,9 @@ describe("trainer.state", function()
   it("is restored in place: tables and tensors that the script holds stay valid", function()
     local path = folder .. "/run"
     trainer { run = path, steps = 2, state = { mean = engine.full({ 2 }, 5, { keep = true }),
-      inner = { n = 1 }, grows = engine.ones(3):keep() } }:run()
+      inner = { n = 1 }, grows = engine.ones(3):keep(), shrinks = engine.ones(1, 3):keep() } }:run()
     local state = { mean = engine.zeros(2):keep(), inner = { n = 0, extra = 1 }, gone = 1,
-      grows = engine.ones(1):keep() }
+      grows = engine.ones(1):keep(), shrinks = engine.zeros(4, 3):keep() }
     local mean, inner = state.mean, state.inner
     local t = trainer { run = path, resume = "auto", state = state }
     assert.equal(state, t.state)
@@ -68,6 +68,7 @@ describe("trainer.state", function()
     assert.same({ 5, 5 }, mean:totable())
     assert.is_nil(t.state.gone)
     assert.same({ 3 }, t.state.grows.shape)
+    assert.same({ { 1, 1, 1 } }, t.state.shrinks:totable())   -- replaced, not filled with copies
     trainer { run = folder .. "/bare", steps = 2 }:run()
     assert.same({ n = 1 }, trainer { resume = folder .. "/bare", state = { n = 1 } }.state)
   end)

@@ -85,7 +85,8 @@ local function fill(t, source)
     local is_tensor = tensor.is_tensor(value)
     if not is_tensor and type(value) == "table" and type(old) == "table" then fill(old, value)
     elseif is_tensor and tensor.is_tensor(old) and pcall(function()
-      assert(old.dtype == value.dtype and old.ndim == value.ndim)
+      assert(old.dtype == value.dtype
+        and tensor.shape_text(old.shape) == tensor.shape_text(value.shape))
       old:copy(value)
     end) then value:free()
     else t[key] = value end
