@@ -215,7 +215,7 @@ end
 -- Callers use these methods of every policy. For a class they do nothing, because a class reads the
 -- script's variables directly, logs with engine.signal and prints with print, and its verdict has
 -- one scale and no fields for single tensors.
-for _, name in ipairs { "signal", "logs", "printed", "each", "logit_muls" } do
+for _, name in ipairs { "signal", "logs", "add_logs", "printed", "each", "logit_muls" } do
   ClassPolicy[name] = function() end
 end
 function ClassPolicy:group_scale() return self.last end
