@@ -192,6 +192,21 @@ describe("a replayed run", function()
     assert.is_number(r.mass_lost)
   end)
 
+  it("shows what a loss scaler class would have done", function()
+    local Halves = {}
+    Halves.__index = Halves
+    function Halves.new() return setmetatable({ s = 2 ^ 20 }, Halves) end
+    function Halves:get_scale() return self.s end
+    function Halves:update(overflow) self.s = overflow and self.s / 2 or self.s end
+    engine.register_loss_scaler("replayed", Halves)
+    local r = replay.run(trace, "replayed")
+    local same = replay.run(trace, "dynamic", { init_scale = 2 ^ 20, growth_interval = 1000 })
+    assert.are.same(same.scales, r.scales)
+    assert.are.same(same.actions, r.actions)
+    assert.matches("policy replayed is a class of a script; expected the name or the file",
+      fails(require("engine.run.verify").plan, path, "replayed", nil, {}), 1, true)
+  end)
+
   it("of mode=lagged reproduces its own policy's decisions exactly, too", function()
     local function lagged(options)
       helper.job({ text = text, context = 8, width = 16, layers = 1, batch = 2,
@@ -368,6 +383,12 @@ describe("engine tune", function()
     assert.no.matches("estimated", out)
     assert.no.matches("exact", out)
     assert.matches("skipped 4 of 44", out)
+  end)
+
+  it("refuses a class, whose options it cannot know", function()
+    assert.matches("policy replayed is a class of a script, whose options have no known defaults",
+      fails(engine.tune, { runs = { path }, policy = "replayed", over = { "init_scale=1..5" } }),
+      1, true)
   end)
 
   it("finds the best scale of a sweep", function()

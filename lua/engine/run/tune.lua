@@ -113,6 +113,9 @@ local function read(o)
   if #s.traces == 0 then error("expected at least one run in `runs`, got none", 0) end
   local loaded, policy = pcall(require("engine.policy.policy").load, s.source, s.fixed)
   if not loaded then error(policy, 0) end
+  fail_if(policy.is_class, "policy %s is a class of a script, whose options have no known " ..
+    "defaults and types; expected a shipped policy or a policy file; hint: engine.replay.run " ..
+    "tries a class with one setting", policy.name)
   s.policy = policy
   for i, text in ipairs(o.over) do s.ranges[i] = read_range(tostring(text), policy) end
   fail_if(#s.ranges == 0, "expected at least one range in `over`, such as name=from..to")
