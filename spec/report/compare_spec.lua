@@ -88,6 +88,20 @@ describe("several runs", function()
     assert.matches("step 11 +12\n", result.out)
   end)
 
+  it("that write more steps meanwhile are read up to the step known at first", function()
+    local list = opened { "a1", "a2" }
+    for _, run in ipairs(list) do
+      local range, calls = run.history.range, 0
+      run.history.range = function(h, from, to)
+        calls = calls + 1
+        return range(h, from, calls == 1 and 9 or to)        -- 10 steps, then all
+      end
+    end
+    local c = compare.read(list, { "loss" }, { points = 5 })
+    assert.same({ 0, 9, 5 }, { c.first, c.last, #c.x })
+    assert.same({ 5, 5 }, { #c["loss 1"].mean, #c["loss 2"].mean })
+  end)
+
   it("have colours in a terminal that shows them", function()
     if shell("command -v script").code ~= 0 then return pending("needs script(1)") end
     local result = shell(("cd %s && TERM=xterm-256color NO_COLOR= script -qec %s /dev/null"):format(

@@ -287,7 +287,8 @@ function M.read(list, names, options)
     c.first_step[i], c.overflows[i] = step, 0
     c.x[i] = (step + math.min(step + c.width - 1, c.last)) / 2
   end
-  local part = { from = options.from, to = options.to, width = c.width }
+  -- up to c.last, because a live run may have written more steps since
+  local part = { from = options.from, to = c.last, width = c.width }
   for _, run in ipairs(with_steps) do
     local good, own = pcall(curves.read, run.history, {}, part)
     if good then readable[#readable + 1] = run else leave_out(run, own) end
