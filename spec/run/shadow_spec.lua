@@ -209,6 +209,21 @@ describe("a shadow", function()
     end
   end)
 
+  it("that a resume adds counts its own steps, and the others keep their counts", function()
+    local run, old = folder .. "/run", "deepspeed:scale_window=4"
+    local _, first = trace { shadow = old, steps = 20, run = run }
+    local _, again = trace { shadow = old .. ",static:loss_scale=2^40", steps = 24, run = run,
+      resume = "auto" }
+    assert.is_true(first.skipped > 0)
+    local lines = again.shadows:lines()
+    assert.matches((" of 24 steps at its own scale (the run skipped %d)"):format(again.skipped),
+      lines[1], 1, true)
+    assert.matches((" 4 of 4 steps at its own scale (the run skipped %d)"):format(again.skipped -
+      first.skipped), lines[2], 1, true)
+    assert.matches(" %+" .. 4 - (again.skipped - first.skipped) .. " skipped$",
+      again.shadows:text())
+  end)
+
   it("ends in the history where the run was resumed without it, and may begin again", function()
     local run, gone = folder .. "/run", "static:loss_scale=2^40"
     trace { shadow = "deepspeed," .. gone, steps = 20, run = run }

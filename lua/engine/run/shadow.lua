@@ -56,8 +56,8 @@ function M.new(trainer, shadow)
   arguments.want_list(shadow, "trainer", "shadow", '{ "dynamic", "max_value" }')
   if #shadow == 0 then return nil end
   local sites = trainer.optimizer.fp8
-  local self = setmetatable({ trainer = trainer, list = {}, layers = {}, steps = 0, skipped = 0,
-    needs = 0, record = ffi.new("eng_record") }, Shadows)
+  local self = setmetatable({ trainer = trainer, list = {}, layers = {}, needs = 0,
+     record = ffi.new("eng_record") }, Shadows)
   local taken, seen = {}, {}
   for _, source in ipairs(shadow) do
     fail_if(seen[source], "shadow: %s is listed twice", M_ffi.value_text(source))
@@ -68,8 +68,10 @@ function M.new(trainer, shadow)
     fail_if(policy == trainer.policy,
       "shadow: expected another policy than the trainer's, got the trainer's policy %s",
       policy.name)
-    local one = { name = name_of(source, policy, taken), policy = policy, skipped = 0,
-      overflows = 0, failed = 0, apart = 0, most = 0, certainty = counterfactual.certainty() }
+    -- steps: the number of steps that the shadow saw; run_skipped: how many of them the run skipped
+    local one = { name = name_of(source, policy, taken), policy = policy, steps = 0,
+      run_skipped = 0, skipped = 0, overflows = 0, failed = 0, apart = 0, most = 0,
+      certainty = counterfactual.certainty() }
     if policy.fp8 then
       sites.seats[1]:prepare(policy)
       sites:use(true)
@@ -154,9 +156,8 @@ function Shadows:observe(s, record, stats, verdict, updated, run)
     self.recipe, self.formats = recipe, trainer:gradient_formats(recipe)
     self.format = formats.of(recipe.weight_gradients) or formats.of "f16"
   end
-  self.steps = self.steps + 1
-  if not updated then self.skipped = self.skipped + 1 end
   for i, one in ipairs(self.list) do
+    one.steps, one.run_skipped = one.steps + 1, one.run_skipped + (updated and 0 or 1)
     local own, known = self:ask(one, s.shadow_scales[i], record, stats, s.signals)
     local over = self.record.overflow ~= 0
     if trainer.delay == 1 then own:apply_lag(over) end
@@ -198,6 +199,7 @@ function Shadows:observe_layers(step, record, sites, run)
       count_failure(self, one, step, reason, run)
     end
     one.rungs, one.apart = wanted.rungs, one.apart + (departs and 1 or 0)
+    one.steps = one.steps + 1
     if moved then
       run:event(step, "shadow_layers", ("shadow %s: %s%s"):format(one.name,
         fp8_verdict.text(moved, sites.rungs), reason ~= "" and " (" .. reason .. ")" or ""),
@@ -237,7 +239,7 @@ function Shadows:text()
   end
   for i = 1, math.min(3, #self.list) do
     local s = self.list[i]
-    local skips = s.skipped - self.skipped
+    local skips = s.skipped - s.run_skipped
     parts[i] = s.name .. " " .. factor_text(s.policy:scale() / self.trainer.policy:scale()) ..
       (skips ~= 0 and (" %+d skipped"):format(skips) or "")
   end
@@ -258,33 +260,32 @@ end
 
 --- Returns a line about each shadow, for the end of a run.
 function Shadows:lines()
-  local lines = {}
-  if self.steps == 0 then return lines end
-  local scale = self.trainer.policy:scale()
-  for i, s in ipairs(self.list) do
+  local lines, scale = {}, self.trainer.policy:scale()
+  local function add(s, text) if s.steps > 0 then lines[#lines + 1] = text .. doubts(s) end end
+  for _, s in ipairs(self.list) do
     local own = s.scale or s.policy:scale()
     local text = ("shadow %s: would have skipped %s of %d steps at its own scale (the run " ..
       "skipped %d); that scale ended at %s (relative to the run's: %s)"):format(s.name,
-      counterfactual.count_text(s.certainty, s.skipped), self.steps, self.skipped,
+      counterfactual.count_text(s.certainty, s.skipped), s.steps, s.run_skipped,
       show.scale(own), factor_text(own / scale))
     if s.most > 0 then
       text = text .. (" and differed from the run's by a factor of 2^%.2f on " ..
-        "average, 2^%.2f at most"):format(s.apart / self.steps, s.most)
+        "average, 2^%.2f at most"):format(s.apart / s.steps, s.most)
     end
-    lines[i] = text .. doubts(s)
+    add(s, text)
   end
   local sites = self.trainer.optimizer.fp8
   for _, s in ipairs(self.layers) do
-    lines[#lines + 1] = ("shadow %s: would have computed FP8 layers differently in %d of %d steps; "
-      .. "at the end: %s%s"):format(s.name, s.apart, self.steps,
-      fp8_verdict.off(sites.paths, s.rungs, sites.rungs), doubts(s))
+    add(s, ("shadow %s: would have computed FP8 layers differently in %d of %d steps; at the " ..
+      "end: %s"):format(s.name, s.apart, s.steps,
+      fp8_verdict.off(sites.paths, s.rungs, sites.rungs)))
   end
   return lines
 end
 
 -- The fields of a shadow that a checkpoint stores, besides the policy's state.
-local KEPT = { "skipped", "overflows", "failed", "why", "apart", "most", "scale", "action",
-  "was_failed", "over", "bound", "certainty", "rungs" }
+local KEPT = { "steps", "run_skipped", "skipped", "overflows", "failed", "why", "apart", "most",
+  "scale", "action", "was_failed", "over", "bound", "certainty", "rungs" }
 
 local function all(self)
   local list = { unpack(self.list) }
@@ -302,7 +303,7 @@ end
 
 --- Returns the state of the shadows for a checkpoint.
 function Shadows:state()
-  local state = { steps = self.steps, skipped = self.skipped, largest = self.largest, list = {} }
+  local state = { largest = self.largest, list = {} }
   for i, s in ipairs(all(self)) do
     local kept = { name = s.name, policy = s.policy.name, state = s.policy:save() }
     for _, key in ipairs(KEPT) do kept[key] = s[key] end
@@ -327,7 +328,7 @@ end
 --- Restores the shadows that a checkpoint contains. All other shadows start fresh. Returns lines
 --- about the shadows whose saved state cannot be restored.
 function Shadows:restore(saved)
-  local complete, lines, sites = true, {}, self.trainer.optimizer.fp8
+  local lines, sites = {}, self.trainer.optimizer.fp8
   for _, s in ipairs(all(self)) do
     local found
     for i, old in ipairs(saved.list) do
@@ -345,9 +346,9 @@ function Shadows:restore(saved)
     end
     -- an older engine wrote the checkpoint; its shadows read the run's own overflows
     if found and not found.certainty then s.certainty = counterfactual.certainty(saved.steps) end
-    complete = complete and found ~= nil
+    -- older engines count the steps of all shadows together
+    if found and not found.steps then s.steps, s.run_skipped = saved.steps, saved.skipped end
   end
-  if complete then self.steps, self.skipped = saved.steps, saved.skipped end
   self.largest = saved.largest
   return lines
 end

@@ -49,6 +49,7 @@ local policy = record {
 -- A shadow (shadow.lua). Those of FP8 layers have rungs, the others have scales and actions.
 local shadow = record {
   name = text, policy = text, state = text, why = optional(text),
+  steps = optional(count), run_skipped = optional(count),
   skipped = optional(count), overflows = optional(count), failed = optional(count),
   apart = optional(amount), most = optional(amount), scale = optional(amount),
   action = optional(count), was_failed = optional(count), over = optional(flag),
@@ -77,8 +78,8 @@ local STATE = record {
   -- policies and shadows
   policy = policy,
   fp8 = optional(record { policies = optional(list(policy)), held = optional(flag) }),
-  shadows = optional(record { steps = count, skipped = count, largest = optional(amount),
-    list = list(shadow) }),
+  shadows = optional(record { list = list(shadow), largest = optional(amount),
+    steps = optional(count), skipped = optional(count) }),    -- older engines write the last two
   -- settings changed by clients, by name; control.lua checks the values
   set = optional(map(any)),
   -- positions in the data, which the loaders check
