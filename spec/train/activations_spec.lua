@@ -106,6 +106,15 @@ describe("activations", function()
       engine.trainer, { model = lone, optimizer = engine.optim.sgd(lone),
       data = { next = function() end }, steps = 1,
       loss = function() end, policy = made.load(READS) })
+    -- a number at the end of a layer's name makes no list
+    local Two, nn = engine.nn.class "Two", engine.nn
+    function Two:init() self.fc1, self.fc2 = nn.linear(2, 3), nn.linear(3, 1) end
+    function Two:forward(x) return self.fc2(self.fc1(x)) end
+    lone = Two()
+    refused("needs activations, which this run lacks: the model has no list of modules",
+      engine.trainer, { model = lone, optimizer = engine.optim.sgd(lone),
+      data = { next = function() end }, steps = 1,
+      loss = function() end, policy = made.load(READS) })
     refused("which a scaler of an explicit loop does not have", engine.scaler,
       { policy = made.load(READS) })
   end)

@@ -15,6 +15,10 @@ local M = {}
 local Activations = {}
 Activations.__index = Activations
 
+-- Returns whether a path is that of a numbered entry of a list at the top of the model: "blocks.3",
+-- or "3" if the model itself is a list. "fc3" is none.
+local function in_list(path) return path:find "^%d+$" or path:find "^[^.]+%.%d+$" end
+
 --- Returns the modules whose path matches the pattern, { module = path }, or nil if none does.
 --- Without a pattern, returns the numbered entries of the model's top-level lists, such as
 --- blocks.3.
@@ -22,7 +26,7 @@ function M.modules(model, pattern)
   local found, some = {}, false
   if model.apply then
     model:apply(function(part, path)
-      if path ~= "" and path:find(pattern or "^[^.]*%.?%d+$") then
+      if path ~= "" and (pattern and path:find(pattern) or not pattern and in_list(path)) then
         found[part], some = path, true
       end
     end)
