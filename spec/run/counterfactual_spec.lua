@@ -28,6 +28,7 @@ describe("a step at another scale", function()
       { 100, false, 1, "good", "exact" }, { 100, false, 0.5, "good", "exact" },
       { 65504, false, 2 ^ -20, "good", "exact" }, { 100, false, 0.9, "good", "exact" },
       { 65504, false, 0.999, "good", "bound" },              -- rounds differently, near the limit
+      { 100, false, 0.99, "good", "bound" }, { 100, false, 1.01, "good", "hidden" },
       { 32752, false, 2, "good", "hidden" },                 -- 65504
       { 32768, false, 2, "overflow", "exact" },              -- 65536
       { 65504, false, 2, "overflow", "exact" }, { 100, false, 2 ^ 10, "overflow", "exact" },

@@ -178,7 +178,7 @@ local function overflows(record, ratio, o, s)
   end
   if ratio <= 1 / away then return false, mark(true) end
   local reach = amax * ratio
-  if reach < format.limit / away then return false, known and "hidden" or "bound" end
+  if reach < format.limit / away then return false, known and ratio > 1 and "hidden" or "bound" end
   if known and amax >= 2 ^ format.normal and reach >= format.limit * o.accumulate * away then
     return true, "exact"
   end
