@@ -136,6 +136,20 @@ describe("a policy's verdicts", function()
       counterfactual.why_text(c))
   end)
 
+  it("are bounds after a rollback to another place than the run's", function()
+    local function rollback(back, skip)
+      return { action = C.ENG_ACTION_ROLLBACK, clip = 0, lr_mul = 1, back = back, skip = skip }
+    end
+    local function bounds(own, run)
+      return judged { { "exact", own, run }, { "exact", STEP, STEP } }.bounds
+    end
+    assert.equal(0, bounds(rollback(5, 1), rollback(5, 1)))
+    assert.equal(1, bounds(rollback(5, 1), rollback(9, 1)))
+    assert.equal(1, bounds(rollback(5, 1), rollback(5, 2)))
+    assert.equal(0, bounds(rollback(5, 1), rollback(0 / 0, 1)))    -- a history lacks `back`
+    assert.equal(1, bounds(rollback(5, 1), rollback(0 / 0, 2)))
+  end)
+
   it("count one more skip where an overflow may have been hidden before", function()
     local c = judged { { "hidden", STEP, STEP }, { "exact", SKIP, SKIP }, { "exact", SKIP, SKIP } }
     assert.equal(0, c.exact)

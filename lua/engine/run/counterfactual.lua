@@ -248,8 +248,11 @@ end
 -- from the run's action.
 local function departs(own, run)
   if own.action ~= run.action then return true end
-  return (own.action == C.ENG_ACTION_STEP or own.action == C.ENG_ACTION_ROLLBACK)
-    and (own.clip ~= run.clip or own.lr_mul ~= run.lr_mul)
+  if own.action == C.ENG_ACTION_ROLLBACK then
+    local function differ(a, b) return b == b and tonumber(a) ~= tonumber(b) end   -- NaN: unknown
+    return own.lr_mul ~= run.lr_mul or differ(own.back, run.back) or differ(own.skip, run.skip)
+  end
+  return own.action == C.ENG_ACTION_STEP and (own.clip ~= run.clip or own.lr_mul ~= run.lr_mul)
 end
 
 local WHY = {

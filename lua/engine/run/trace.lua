@@ -89,7 +89,9 @@ for _, name in ipairs(histories.step_names) do
     FIELDS[#FIELDS + 1], COLUMNS[#COLUMNS + 1] = name, name
   end
 end
-local Row = ffi.typeof("struct { double " .. table.concat(COLUMNS, ", ") .. "; int32_t action; }")
+-- back, skip: of a rollback. A history does not hold `back`, and has `skip` only in an event.
+local Row = ffi.typeof("struct { double " .. table.concat(COLUMNS, ", ") ..
+  ", back, skip; int32_t action; }")
 local Rows = ffi.typeof("$ [?]", Row)
 
 --- Returns the trace of a run. path: the run's directory, or its history.db.
@@ -102,12 +104,16 @@ function M.run(path)
     local self = setmetatable({ n = n, rows = Rows(n), hists = {}, name = path, settled = {},
       accumulate = tonumber(meta.accumulate or config.accumulate) or 1,
       lagged = (meta.mode or config.mode) == "lagged" }, Run)
-    local i = 0
+    local i, skips = 0, {}
+    for _, event in ipairs(history:events "rollback") do   -- of the step after the verdict
+      skips[(event.step or 0) - 1] = tonumber(tostring(event.data):match '"skip": *(%d+)')
+    end
     for row in history:each("SELECT " .. history:columns(COLUMNS) ..
       ", action, hist FROM steps ORDER BY step, attempt") do
       if i == n then break end                             -- the run is still writing
       local to = self.rows[i]
       for _, name in ipairs(COLUMNS) do to[name] = tonumber(row[name]) or 0 / 0 end
+      to.back, to.skip = 0 / 0, skips[tonumber(row.step)] or 0 / 0
       to.action, self.hists[i + 1] = C.eng_action_from_name(tostring(row.action)), row.hist
       if self.lagged and to.overflow ~= 0 and to.action == C.ENG_ACTION_STEP then
         to.action = C.ENG_ACTION_SKIP                      -- version 0.1 recorded what was asked
