@@ -473,6 +473,21 @@ describe("a damaged history", function()
     end
   end)
 
+  it("is closed again by a list of runs, which says what is wrong", function()
+    after "UPDATE steps SET loss = 'x' WHERE step = 299"
+    local pid = helper.read("/proc/self/stat"):match "%d+"
+    local function open_files()
+      return helper.shell(("ls -l /proc/%s/fd | grep -c %s/history.db"):format(pid, dir)).out
+    end
+    collectgarbage()
+    collectgarbage "stop"                                    -- which would close it later
+    local info = require("engine.run.runs").info(dir)
+    local still = open_files()
+    collectgarbage "restart"
+    assert.matches("is damaged", info.problem, 1, true)
+    assert.equal("0\n", still)
+  end)
+
   it("names the column with a value of another type", function()
     for sql, text in pairs {
       ["UPDATE steps SET loss = 'x' WHERE step = 5"] = "'loss' is not a number",

@@ -411,6 +411,9 @@ function M.load(dir)
   end)
   c:close()
   if good then return result end
+  for part in pairs(c.parts) do
+    for _, x in pairs(result[part] or {}) do x:free() end
+  end
   return nil, ("checkpoint %s: %s"):format(c.path, tostring(problem))
 end
 

@@ -99,8 +99,9 @@ end
 function M.info(path, history)
   local name = path:gsub("/history%.db$", ""):match("([^/]+)/*$") or path
   local info = { name = name, path = path }
+  local h = history
   local good, message = pcall(function()
-    local h = history or require("engine.run.history").open(path)
+    h = h or require("engine.run.history").open(path)
     local meta = h:meta()
     local created = h:query("SELECT strftime('%s', value) AS seconds FROM meta WHERE key = " ..
       "'created'")[1]
@@ -120,8 +121,8 @@ function M.info(path, history)
         last.loss, last.next_scale
       info.policy = M.policy_of(h)
     end
-    if not history then h:close() end
   end)
+  if h and not history then h:close() end
   if not good then info.problem = M_ffi.without_line(message) end
   return info
 end
