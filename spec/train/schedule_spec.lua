@@ -44,6 +44,17 @@ describe("a schedule", function()
     near(0.2, s, 1000)
   end)
 
+  it("linear and cosine reach the floor at update `total`, also if all updates warm up", function()
+    for _, name in ipairs { "linear", "cosine" } do
+      for _, warmup in ipairs { 10, 9.5, 0 } do
+        local s = schedule[name] { lr = 1, warmup = warmup, total = 10, floor = 0.1 }
+        if warmup == 10 then near(1, s, 9) end
+        near(0.1, s, 10)
+        near(0.1, s, 11)
+      end
+    end
+  end)
+
   it("step and exponential multiply", function()
     local s = schedule.step { lr = 1, every = 10, gamma = 0.5, warmup = 5 }
     near(1, s, 14)

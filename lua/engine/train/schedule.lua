@@ -53,20 +53,20 @@ local function define(name, defaults, after)
 end
 
 local function progress(u, o)
-  return math.min(1, math.max(0, (u - o.warmup) / math.max(1, o.total - o.warmup)))
+  if u >= o.total then return 1 end
+  return math.max(0, (u - o.warmup) / (o.total - o.warmup))
 end
 
 --- The rate is lr after the warm-up.
 define("constant", { lr = 1e-3, warmup = 0 }, function(_, o) return o.lr end)
 
---- The rate falls linearly from lr and reaches floor at update `total`, or one update later if
---- warmup = total.
+--- The rate falls linearly from lr and reaches floor at update `total`.
 define("linear", { lr = 1e-3, warmup = 0, total = 1000, floor = 0 }, function(u, o)
   return o.lr + (o.floor - o.lr) * progress(u, o)
 end)
 
---- The rate falls as half a cosine from lr and reaches floor at update `total`, or one update later
---- if warmup = total (Loshchilov and Hutter 2017, without restarts).
+--- The rate falls as half a cosine from lr and reaches floor at update `total` (Loshchilov and
+--- Hutter 2017, without restarts).
 define("cosine", { lr = 1e-3, warmup = 0, total = 1000, floor = 0 }, function(u, o)
   return o.floor + (o.lr - o.floor) * 0.5 * (1 + math.cos(math.pi * progress(u, o)))
 end)
