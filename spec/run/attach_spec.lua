@@ -250,6 +250,36 @@ describe("engine attach", function()
     ended(pid)
   end)
 
+  it("on several ranks keeps a pause whose holder leaves while another client asks for it",
+    function()
+      local ranks, run, open, first = require "spec.dist.start", folder .. "/run", nil, nil
+      if not ranks.there then return pending("there is no mpirun here, or no MPI in this build") end
+      -- not among `started`: the command has a time limit, which ends its ranks, too
+      helper.shell(("%s >%s 2>&1 </dev/null &"):format(ranks.command(2,
+        helper.write(folder .. "/job.lua", JOB), { run, "1e9" }), quote(folder .. "/out")))
+      wait_for("the socket", function()
+        open, first = pcall(raw, run)
+        return open
+      end)
+      local second = raw(run)
+      first.send('{"do":"pause"}\n')
+      assert.matches("paused by an attached client", first.receive(), 1, true)
+      local pid = require("engine.run.runs").holder(run)
+      helper.shell("kill -STOP " .. pid)                     -- so that it sees both at once
+      second.send('{"do":"pause"}\n')
+      first.leave()
+      helper.shell("kill -CONT " .. pid)
+      assert.matches('"ok":true', second.receive(), 1, true)
+      sleep(0.5)
+      local paused = status(run).paused
+      stop(run)
+      second.leave()
+      assert.is_true(paused)
+      wait_for("the run's end", function()
+        return (helper.read(folder .. "/out") or ""):find("requested by an attached client")
+      end)
+    end)
+
   it("answers a client whose steps another client interrupts", function()
     local run = folder .. "/run"
     local pid = start(run)

@@ -351,11 +351,12 @@ local function end_abandoned_pause(self)
 end
 
 -- Rank 0 sends its requests, and every rank carries them out. Returns whether rank 0 was
--- interrupted.
+-- interrupted. A pause does not end while there are requests, because one of them may be from a
+-- client that will hold it.
 local function together(self)
   local json, ranks = require "engine.base.json", require "engine.dist.ranks"
   local news = { heard = self.heard, wish = self.wish, interrupted = C.eng_interrupted(),
-    left = is_abandoned(self) }
+    left = #self.heard == 0 and is_abandoned(self) }
   self.heard, self.wish = {}, nil
   news = json.decode(ranks.from_first(not self.follows and json.encode(news) or nil))
   if news.wish then self.trainer.swaps:grant(news.wish) end
