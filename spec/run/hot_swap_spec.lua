@@ -210,6 +210,34 @@ describe("a bad policy", function()
     assert.matches("late.lua:2: too late", events("swap_refused")[1].text, 1, true)
   end)
 
+  it("that fails at first gives the old policy the step's signals, and says if caps stay",
+    function()
+      local reads = [[return { name = "reads", init = function() return { scale = 8 } end,
+        decide = function(state, record)
+          return { scale = 8, log = { at = record.signals.at or 0 } }
+        end }]]
+      local seen = {}
+      local trainer = job { policy = policy_file(reads), steps = 8, run = folder .. "/run",
+        on_step = function(t, record)
+          seen[#seen + 1] = t.policy:logs().at
+          engine.signal("at", tonumber(record.step) + 1)
+          if record.step == 4 then
+            t.policy:swap { file = "late.lua", source = [[return { name = "late",
+              needs = { "tensors", "caps" }, init = function() return { scale = 8 } end,
+              decide = function(state, record)
+                if record.step > 4 and record.capped then error("late") end
+                if record.step < 5 then return 8 end
+                return { scale = 8, caps = { ['wte.weight'] = 1e-9 } }
+              end }]] }
+          end
+        end }
+      trainer:run()
+      assert.same({ "reads", 1 }, { trainer.policy.name, trainer.swaps.swaps })
+      assert.same({ 0, 1, 2, 3, 4, 5, 6, 7 }, seen)
+      assert.matches("late; its caps on this step's gradients stay", events("swap_refused")[1].text,
+        1, true)
+    end)
+
   it("that fails at first gives the old policy a record with its statistics", function()
     local counts = [[return { name = "counts", needs = { "hist", "zeros" },
       init = function() return { scale = 8 } end,

@@ -357,15 +357,17 @@ function Swap:needs()
 end
 
 --- Called after a decision: remembers the record, and returns the verdict that judge() returns.
-function Swap:observe(record, verdict)
+--- again(...): returns the verdict of the trainer's current policy on this step.
+function Swap:observe(record, verdict, again, ...)
   self:remember(record)
-  return self:judge(self.trainer, record, verdict)
+  return self:judge(self.trainer, record, verdict, again, ...)
 end
 
 --- Judges the first decision of a policy after its swap. If this decision fails, or the run cannot
---- use the policy, the seat's old policy becomes current again and decides this step. Returns the
---- verdict that counts.
-function Swap:judge(seat, record, verdict)
+--- use the policy, the seat's old policy becomes current again and decides this step, by again(...)
+--- if it is given. Caps that the new policy has already applied to the gradients stay; the reason
+--- says so. Returns the verdict that counts.
+function Swap:judge(seat, record, verdict, again, ...)
   local entry
   for _, own in ipairs(self.seats) do entry = own.seat == seat and own or entry end
   local old = entry and entry.probation
@@ -375,6 +377,9 @@ function Swap:judge(seat, record, verdict)
   local problem = seat:refuses(policy, self.trainer)
   if verdict.failed ~= 0 then
     problem = "its first decision failed: " .. ffi.string(verdict.reason)
+  end
+  if problem and not seat.kind and record.capped == 1 then
+    problem = problem .. "; its caps on this step's gradients stay"
   end
   problem = objection(self, problem)
   if not problem then
@@ -391,6 +396,7 @@ function Swap:judge(seat, record, verdict)
     end
   end
   refuse(self, entry, label(policy), "its first decision", problem)
+  if again then return again(...) end
   return seat:ask(old, record)
 end
 

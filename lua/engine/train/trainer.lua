@@ -274,16 +274,21 @@ function Trainer:fetch(s)
   return record
 end
 
+-- Returns the policy's verdict on a step, and applies its caps.
+local function verdict_of(self, s, record)
+  for name, value in pairs(s.signals) do self.policy:signal(name, value) end
+  return self.policy:decide(record, self.stats, update_norms.cap, self, s, record)
+end
+
 --- Runs the policy, then the policies of FP8 layers. Returns the verdict. If the verdict has caps,
 --- update_norms.cap applies them and the policy decides again. In a lagged run, an action other
 --- than stop and rollback becomes what the device has done. If the run cannot use the policy, for
 --- example because of its next scale, the action becomes stop. If the policy was just swapped in
 --- and fails, run/swap.lua brings the old policy back, which then decides this step.
 function Trainer:decide(s, record)
-  local policy, stats, sites = self.policy, self.stats, self.optimizer.fp8
-  for name, value in pairs(s.signals) do policy:signal(name, value) end
-  local verdict = self.swaps:observe(record, policy:decide(record, stats, update_norms.cap, self, s,
-    record))
+  local sites = self.optimizer.fp8
+  local verdict = self.swaps:observe(record, verdict_of(self, s, record), verdict_of, self, s,
+    record)
   if self.delay == 1 then verdict:apply_lag(record.overflow ~= 0) end
   s.logs = self.policy:logs()
   local problem = self:refuses(self.policy)
