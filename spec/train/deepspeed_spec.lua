@@ -72,6 +72,46 @@ describe("deepspeed.initialize", function()
       helper.run({ script }).out, 1, true)
   end)
 
+  it("takes DeepSpeed's defaults: fp16 and bf16 are off, the stage is 0", function()
+    local function session(config)
+      config.optimizer = { type = "Adam" }
+      local text = require("cjson").encode(config)
+      local seen
+      for i, given in ipairs { config, helper.write(folder .. "/whole.json", text) } do
+        local ds = engine.deepspeed.initialize { model = model_of(), config = given,
+          log = "quiet" }
+        local s = ds.session
+        ds:close()
+        local now = { s.precision.name, s.policy.name, s.policy:scale() }
+        if i == 2 then assert.same(seen, now) end
+        seen = now
+      end
+      return seen
+    end
+    local fp16 = { enabled = true, initial_scale_power = 4, hysteresis = 3 }
+    assert.same({ "fp32", "static", 1 }, session { bf16 = { auto_cast = true } })
+    assert.same({ "fp32", "static", 1 }, session { fp16 = { enabled = "auto" } })
+    assert.same({ "bf16", "static", 1 }, session { bf16 = { enabled = true } })
+    assert.same({ "fp16", "deepspeed_fused", 16 }, session { fp16 = fp16 })
+    assert.same({ "fp16", "deepspeed_fused", 16 }, session { fp16 = fp16,
+      zero_optimization = { stage = 0 } })
+    assert.same({ "fp16", "deepspeed", 16 }, session { fp16 = fp16,
+      zero_optimization = { stage = 1 } })
+    -- a policy's configuration may be a part of a whole one, so a bare block counts as enabled
+    assert.equal("deepspeed", engine.policy.load({ fp16 = { hysteresis = 3 } }).name)
+  end)
+
+  it("names the keys of zero_optimization except the stage, which chooses the policy", function()
+    local script = helper.write(folder .. "/job.lua", [[
+      local engine = require "engine"
+      engine.deepspeed.initialize { model = engine.nn.linear(2, 2), config = { bf16 = {},
+        optimizer = { type = "Adam" }, fp16 = { enabled = true },
+        zero_optimization = { stage = 1, offload_param = {} } } }:close()]])
+    local out = helper.run({ script }).out
+    assert.matches("have no effect: zero_optimization.offload_param\n", out, 1, true)
+    assert.matches('deepspeed: the block bf16 is off; hint: "enabled": true', out, 1, true)
+  end)
+
   it("reads a null block as absent", function()
     local path = helper.write(folder .. "/ds.json", [[{ "optimizer": { "type": "AdamW" },
       "fp16": null, "bf16": null, "bfloat16": { "enabled": true } }]])
@@ -112,6 +152,9 @@ describe("deepspeed.initialize", function()
       gradient_accumulation_steps = 0 })
     refused("expected fp16 to be an object, got true", { optimizer = adam, fp16 = true })
     refused("expected bf16 to be an object, got 'auto'", { optimizer = adam, bf16 = "auto" })
-    refused("has no key 'hysteresys'", { optimizer = adam, fp16 = { hysteresys = 1 } })
+    refused("has no key 'hysteresys'", { optimizer = adam, fp16 = { enabled = true,
+      hysteresys = 1 } })
+    refused("expected fp16.enabled to be true or false, got 1", { optimizer = adam,
+      fp16 = { enabled = 1 } })
   end)
 end)

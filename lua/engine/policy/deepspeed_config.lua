@@ -6,10 +6,12 @@
 --   static with scale 1          if fp16 is disabled, or if bf16 is enabled and fp16 is not
 --   static with loss_scale       if loss_scale is not 0
 --   deepspeed_fused              if zero_optimization.stage is 0: DeepSpeed then ignores hysteresis
---   deepspeed                    otherwise, also if there is no zero_optimization block
--- The value "auto", which Hugging Face's transformers replaces at run time, counts as absent. If
--- bf16 is not enabled, an fp16 block without the key `enabled` counts as enabled, because the user
--- chose it as the policy.
+--   deepspeed                    otherwise
+-- If there is no zero_optimization block, the stage counts as unknown, because the configuration
+-- may be a part of one, and the policy is `deepspeed`. engine.deepspeed.initialize gets a whole
+-- configuration, to which DeepSpeed's default applies, stage 0. The value "auto", which Hugging
+-- Face's transformers replaces at run time, counts as absent. If bf16 is not enabled, an fp16 block
+-- without the key `enabled` counts as enabled, because the user chose it as the policy.
 local arguments = require "engine.base.arguments"
 local cjson = require "cjson.safe"
 local expression = require "engine.base.expression"
@@ -150,8 +152,8 @@ end
 --- Returns the name and the options of the policy that a decoded DeepSpeed configuration describes.
 --- config: the whole configuration or only its fp16 block. `changes`: keys that replace those of
 --- the block. Error messages about a key begin with `where(key)`; others name the file `path`, if
---- it is given.
-function M.from_table(config, changes, where, path)
+--- it is given. stage: the ZeRO stage of a configuration without zero_optimization, nil if unknown.
+function M.from_table(config, changes, where, path, stage)
   local lead = path and path .. ": " or ""
   fail_if(type(config) ~= "table",
     "%sexpected a DeepSpeed configuration, which is a JSON object, got %s", lead,
@@ -160,7 +162,7 @@ function M.from_table(config, changes, where, path)
     "%sfp16: expected an object, got %s", where "fp16", value_text(config.fp16))
   local block, zero = config.fp16, config.zero_optimization
   local bf16 = is_null(config.bf16) and config.bfloat16 or config.bf16
-  local stage = type(zero) == "table" and (tonumber(zero.stage) or 0) or nil
+  if type(zero) == "table" then stage = tonumber(zero.stage) or 0 end
   if is_null(block) then
     if next(changes) == nil and type(bf16) == "table" and bf16.enabled == true then
       return "static", { loss_scale = 1 }
@@ -194,11 +196,12 @@ function M.decode(path)
 end
 
 --- Reads a DeepSpeed JSON file. Returns the name and the options of the policy that it describes.
---- changes: as in M.from_table.
-function M.read(path, changes)
+--- changes, stage: as in M.from_table.
+function M.read(path, changes, stage)
   local good, config, text = pcall(M.decode, path)
   if not good then error((config:find("^[^:]+:%d+: ") and "" or "policy: ") .. config, 0) end
-  return M.from_table(config, changes, function(key) return place_of(text, path, key) end, path)
+  return M.from_table(config, changes, function(key) return place_of(text, path, key) end, path,
+    stage)
 end
 
 --- Returns whether `options` has a key of the fp16 block that is not an option of the policy

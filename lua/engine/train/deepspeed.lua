@@ -7,9 +7,10 @@
 --     print(model_engine:step().loss)
 --   end
 --   model_engine:close()
--- The configuration's fp16 block becomes the policy (policy/deepspeed_config.lua). The session gets
--- the configuration's optimizer and gradient_clipping. gradient_accumulation_steps is the number of
--- calls of step() per update. Called by scripts.
+-- The configuration's fp16 block and ZeRO stage (0 if absent) become the policy
+-- (policy/deepspeed_config.lua). A block fp16 or bf16 counts only with `enabled`, as in DeepSpeed.
+-- The session gets the configuration's optimizer and gradient_clipping. gradient_accumulation_steps
+-- is the number of calls of step() per update. Called by scripts.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local config_of = require "engine.policy.deepspeed_config"
@@ -53,18 +54,36 @@ local function optimizer_of(block, model, precision)
   return optim[name](model, options)
 end
 
-local function enabled(block) return type(block) == "table" and block.enabled ~= false end
+-- Returns whether the configuration's block `key` (fp16, bf16 or bfloat16) is enabled. The default
+-- of `enabled` is false. Adds the key to `off` if the block leaves `enabled` out.
+local function enabled(config, key, off)
+  local block = config[key]
+  if type(block) ~= "table" then return false end
+  local value = block.enabled
+  if value == nil or value == json.null or value == "auto" then
+    off[#off + 1] = key
+    return false
+  end
+  expect(value == "true" or value == "false" or type(value) == "boolean", value,
+    "deepspeed: expected %s.enabled to be true or false", key)
+  return value == true or value == "true"
+end
 
 -- The keys of a configuration that unused() leaves out. `scheduler` is refused elsewhere. The keys
 -- that set the batch size have no effect, because the loop decides it.
 local USED = set_of [[optimizer scheduler fp16 bf16 bfloat16 gradient_clipping
   gradient_accumulation_steps train_batch_size train_micro_batch_size_per_gpu]]
 
--- Returns the keys of a configuration that are not in USED, sorted, as text.
-local function unused(config)
+-- Returns the keys of a configuration that are not in USED, sorted, as text. by_stage: whether the
+-- key zero_optimization.stage chose the policy.
+local function unused(config, by_stage)
   local keys = {}
   for _, key in ipairs(nearest.keys(config)) do
-    if not USED[key] then keys[#keys + 1] = key end
+    if key == "zero_optimization" and by_stage and type(config[key]) == "table" then
+      for _, inner in ipairs(nearest.keys(config[key])) do
+        if inner ~= "stage" then keys[#keys + 1] = key .. "." .. inner end
+      end
+    elseif not USED[key] then keys[#keys + 1] = key end
   end
   return table.concat(keys, ", ")
 end
@@ -79,8 +98,10 @@ local PASSED = "run resume restart_data checkpoint_every log data state"   -- op
 --- engine(...) calls the model in the configured precision. engine:backward(loss) runs the backward
 --- pass. engine:step() returns what session:step returns, with action "accumulate" between updates.
 --- engine:close() ends the run. The engine runs on one rank only. A `scheduler` is refused, because
---- the loop assigns optimizer.lr. A line of output names the keys of the configuration other than
---- optimizer, fp16, bf16, gradient_clipping, gradient_accumulation_steps and the batch sizes.
+--- the loop assigns optimizer.lr. The blocks fp16 and bf16 need `"enabled": true`. In fp16,
+--- zero_optimization.stage chooses the policy: deepspeed_fused for stage 0, the default, and
+--- deepspeed for other stages. A line of output names the keys of the configuration that have no
+--- effect.
 function M.initialize(given)
   local o = tensor.read_named(given, "deepspeed.initialize",
     "model config optimizer policy steps " .. PASSED)
@@ -100,8 +121,10 @@ function M.initialize(given)
     expect(config[key] == nil or config[key] == json.null or type(config[key]) == "table",
       config[key], "deepspeed: expected %s to be an object", key)
   end
-  local precision = (enabled(config.bf16) or enabled(config.bfloat16)) and "bf16"
-    or enabled(config.fp16) and "fp16" or "fp32"
+  local off = {}
+  local bf16, bfloat16, fp16 = enabled(config, "bf16", off), enabled(config, "bfloat16", off),
+    enabled(config, "fp16", off)
+  local precision = (bf16 or bfloat16) and "bf16" or fp16 and "fp16" or "fp32"
   local every, clip = config.gradient_accumulation_steps or 1, config.gradient_clipping
   expect(type(every) == "number" and every >= 1 and every % 1 == 0, every,
     "deepspeed: expected gradient_accumulation_steps to be a whole number of 1 or more")
@@ -110,10 +133,11 @@ function M.initialize(given)
   for key in PASSED:gmatch("%S+") do options[key] = o[key] end
   if o.policy then options.policy = o.policy
   elseif precision == "fp16" then
-    options.policy = type(o.config) == "string" and o.config
-    if not options.policy then
+    if type(o.config) == "string" then
+      options.policy, options.policy_options = config_of.read(o.config, {}, 0)
+    else
       options.policy, options.policy_options = config_of.from_table(config, {},
-        function() return "deepspeed: " end)
+        function() return "deepspeed: " end, nil, 0)
     end
   end
   if every > 1 then opt:accumulates(true) end
@@ -121,7 +145,11 @@ function M.initialize(given)
     session = session.new(options) }, Engine)
   self.turns = self.session:turns(o.steps or 2 ^ 53)
   self.turns()
-  local ignored = unused(config)
+  for _, key in ipairs(off) do
+    self.session:note(('deepspeed: the block %s is off; hint: "enabled": true (by default false)')
+      :format(key))
+  end
+  local ignored = unused(config, precision == "fp16" and not o.policy)
   if ignored ~= "" then
     self.session:note("deepspeed: these keys of the configuration have no effect: " .. ignored)
   end
