@@ -234,6 +234,22 @@ describe("checkpoint", function()
     end
   end)
 
+  it("frees the tensors that it has read if a later one cannot be read", function()
+    checkpoint.save(dir, 10, parts(1))
+    local class = getmetatable(checkpoint.open(dir))
+    local read, first = class.read, nil
+    class.read = function(...)
+      if first then error("the disk is gone", 0) end
+      first = read(...)
+      return first
+    end
+    local none, message = checkpoint.load(dir)
+    class.read = read
+    assert.is_nil(none)
+    assert.matches("step-00000010: the disk is gone", message, 1, true)
+    assert.is_false(pcall(function() return first.shape end))
+  end)
+
   it("leaves nothing behind when it fails, and removes leftovers of a killed run", function()
     checkpoint.save(dir, 10, parts(1))
     local before = scratch.names(dir)
