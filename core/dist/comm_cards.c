@@ -1,9 +1,9 @@
 // Reduces a bucket whose gradients are on cards that exchange messages directly (comm_nccl.c).
-// Pieces, comm dtypes and the order of sums are the same as in comm_gradients.c. That file and
-// comm_parallel.c call this file. The device packs, sums and unpacks (backend.h: wire_pack,
-// wire_sum, wire_unpack). cards_send enqueues the packing behind backward's kernels. It enqueues
-// the messages, sums and unpacking on the gradients' stream. The host waits only for message memory
-// that other buckets occupy, and at the end of the pass.
+// Pieces, comm dtypes and the order of sums are the same as in comm_gradients.c. The device packs,
+// sums and unpacks (backend.h: wire_pack, wire_sum, wire_unpack). cards_send enqueues the packing
+// behind backward's kernels. It enqueues the messages, sums and unpacking on the gradients' stream.
+// The host waits only for message memory that other buckets occupy, and at the end of the pass.
+// Called by comm_gradients.c and comm_parallel.c.
 //
 // At the end of a pass the ranks exchange their flags in a host message. For each bucket, the
 // device reads a table, which follows the bucket's messages in memory. Owns the flags on the card

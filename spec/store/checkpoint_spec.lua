@@ -277,7 +277,7 @@ describe("checkpoint", function()
         "expected the path of a directory")
     end
     assert.has_error(function() checkpoint.save(dir, 1, parts(1), { keep = 0 }) end,
-      "checkpoint.save: expected keep to be 1 or more, got 0")
+      "checkpoint.save: expected keep to be a number of 1 or more, got 0")
   end)
 
   it("is complete after kill -9 at any moment", function()
