@@ -151,7 +151,8 @@ static eng_status send_all(exchange *e, char *out, char *in, eng_exchange_facts 
     out += sent;
     in += got;
   }
-  if (!cards) return n > 0 ? comm_exchange(e->comm, m, n, comm_tag(e->comm), what) : ENG_OK;
+  // A rank without messages takes a tag, too: the tags of later operations must match on all ranks.
+  if (!cards) return comm_exchange(e->comm, m, n, comm_tag(e->comm), what);
   ENG_TRY(backend_of_space(SPACE_CUDA)->stream_follow(comm_stream_of(STREAM_ROWS)));
   ENG_TRY(comm_stream_exchange(STREAM_ROWS, e->comm, m, n, what));
   return comm_stream_wait(STREAM_ROWS, what);

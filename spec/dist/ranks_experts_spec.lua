@@ -155,6 +155,23 @@ describe("experts over ranks", function()
     assert.equal(experts + (one.held[1] - experts) / 4, four.held[3])  -- each rank holds its share
   end)
 
+  it("may leave a rank out of an exchange of rows", function()
+    -- Rank 0 keeps its only row, ranks 1 and 2 swap theirs. Afterwards all ranks meet.
+    local script = helper.write(folder .. "/swap.lua", [[
+      local engine = require "engine"
+      local M_ffi = require "engine.base.ffi"
+      local C, ranks = M_ffi.C, engine.ranks
+      C.eng_comm_timeout(5)
+      local n, peer = M_ffi.new("int64_t[3]"), 2 * ranks.rank() % 3      -- 0, 2, 1
+      n[peer] = 1
+      local x, y = engine.full({ 1, 2 }, ranks.rank()), engine.zeros(1, 2)
+      M_ffi.check(C.eng_comm_exchange_rows(y, x, ranks.world(), n, n, C.ENG_COMM_OWN, nil))
+      ranks.barrier()
+      assert(y:sum():item() == 2 * peer, "the peer's row")]])
+    local result = start.run(3, script)
+    assert.equal(0, result.code, result.err)
+  end)
+
   it("train the same with ZeRO, bit for bit, with every dtype of weights", function()
     for _, settings in ipairs { { "over=2", "optimizer=lion" }, { "over=2", "optimizer=muon" },
       { "precision=fp16", "policy=dynamic:init_scale=2^18" },
