@@ -80,8 +80,8 @@ eng_status comm_pack(uint32_t *flags, const wire_run *r, int comm_dtype, int dty
   }
   if (r->how & WIRE_RUN_FILL)
     memset((char *)r->packed + r->n * size, 0, (size_t)((comm_padded(r->n) - r->n) * size));
-  if (there && comm_dtype == ENG_f16 && dtype != ENG_f16 && !(own & WIRE_INF) &&
-      wire_flags(r->packed, ENG_f16, r->n) & WIRE_INF)
+  if (there && dtype_is_low(comm_dtype) && dtype != comm_dtype && !(own & WIRE_INF) &&
+      wire_flags(r->packed, comm_dtype, r->n) & WIRE_INF)
     own |= WIRE_OVERFLOW;
   *flags |= (uint32_t)own;
   return ENG_OK;

@@ -120,10 +120,10 @@ __global__ void __launch_bounds__(THREADS) pack(const wire_run *runs, int n, uin
       else put(to, run.scales, v, block, left);
       for (int i = 0; i < EACH; i++) {
         if (!f32_is_finite(v.at[i])) found |= f32_is_nan(v.at[i]) ? WIRE_NAN : WIRE_INF;
-        if (std::is_same_v<W, f16_t> && !std::is_same_v<N, W> && f32_is_finite(v.at[i])) {
-          f16_t half;
-          narrow(half, v.at[i]);
-          if ((half.bits & 0x7C00u) == 0x7C00u) found |= WIRE_OVERFLOW;
+        if constexpr (sizeof(W) == 2 && !std::is_same_v<N, W>) {       // f16, bf16
+          W packed;
+          narrow(packed, v.at[i]);
+          if (f32_is_finite(v.at[i]) && !f32_is_finite(widen(packed))) found |= WIRE_OVERFLOW;
         }
       }
     }

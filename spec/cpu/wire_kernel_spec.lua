@@ -113,8 +113,9 @@ describe("gradients of several ranks", function()
     assert.same({ 2, 4, 8, 2 }, flags)
     _, flags = reduce({ { 1, math.huge }, { 0 / 0, -math.huge }, { 60000, 2 } }, "f16", "OWN")
     assert.same({ 2, 6, 0 }, flags)
-    _, flags = reduce({ { 1e6, 1 } }, "f32", "BF16")
-    assert.same({ 0 }, flags)
+    -- between the largest number of bf16 and that of f32
+    _, flags = reduce({ { 1e6, 1 }, { 3.4028234e38, 1 }, { 1, math.huge } }, "f32", "BF16")
+    assert.same({ 0, 8, 2 }, flags)
   end)
 
   it("are added to existing values, each rounded", function()
