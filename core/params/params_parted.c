@@ -287,13 +287,10 @@ eng_status params_part(eng_params *set, params_parted *q)
   return ENG_OK;
 }
 
-eng_status params_fetch(tensor *const *x, int n)
+/// Fetches the weights among x[n] that belong to the set of `absent`, one of them.
+static eng_status fetch_set(const parameter *absent, tensor *const *x, int n)
 {
   int unit[ENG_OP_INPUTS], form[ENG_OP_INPUTS], m = 0;
-  const parameter *absent = NULL;
-  for (int k = 0; k < n; k++)
-    if (x[k] && x[k]->store->absent) absent = x[k]->store->parted;
-  if (!absent) return ENG_OK;
   eng_params *set = absent->set;
   for (int k = 0; k < n; k++) {
     const parameter *p = x[k] ? x[k]->store->parted : NULL;
@@ -306,6 +303,13 @@ eng_status params_fetch(tensor *const *x, int n)
   eng_status status = parted_need(set->parted, unit, form, m);
   mark(set);
   return status;
+}
+
+eng_status params_fetch(tensor *const *x, int n)
+{
+  for (int k = 0; k < n; k++)
+    if (x[k] && x[k]->store->absent) ENG_TRY(fetch_set(x[k]->store->parted, x, n));
+  return ENG_OK;
 }
 
 eng_status params_leave(eng_params *set)

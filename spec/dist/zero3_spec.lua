@@ -305,6 +305,27 @@ describe("ranks with ZeRO-3", function()
     assert.equal(0.5, saved["blocks.1.mlp.up.weight"]:mean():item())
   end)
 
+  it("use the divided weights of two models in one operation", function()
+    local script = helper.write(folder .. "/models.lua", [[
+      local engine = require "engine"
+      local M_ffi = require "engine.base.ffi"
+      local C, ffi, check = M_ffi.C, M_ffi.ffi, M_ffi.check
+      local N, weights = 2 ^ 16, {}
+      for i = 1, 2 do
+        local w = engine.full({ N }, i + 1):keep():requires_grad(true)
+        local optimizer, out = engine.optim.sgd({ w }, { lr = 0 }), ffi.new("eng_parallel *[1]")
+        local units = ffi.new "int32_t[1]"
+        check(C.eng_parallel_new(out, optimizer.params, engine.ranks.world(),
+          ffi.new("eng_parallel_options", { bucket = 2 ^ 20, zero = 3, units = units })))
+        check(C.eng_parallel_leave(out[0]))
+        weights[i] = { tensor = w, optimizer = optimizer, parallel = out }
+      end
+      local product = weights[1].tensor * weights[2].tensor
+      assert(product:sum():item() == 6 * N, "sum " .. product:sum():item())]])
+    local result = start.run(2, script)
+    assert.equal(0, result.code, result.err)
+  end)
+
   it("name the ranks that use different layers", function()
     local result = run(3, "spec/dist/zero.lua", { "told=" .. folder .. "/told", "model=forked",
       "zero=3", "timeout=1" })
