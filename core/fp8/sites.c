@@ -221,10 +221,11 @@ static eng_status check_mx_role(const eng_fp8_recipe *recipe, int role, const en
   FAIL_IF(!fits, ENG_ERR_VALUE, "expected blocks of 1 to 128 rows and columns (for e2m1, an even "
           "number of columns), got %d x %d (0 means the whole dimension)", r->block_rows,
           r->block_columns);
-  FAIL_IF(r->stochastic < 0 || r->stochastic > 24 || !(r->factor >= 0 && r->factor <= 1) ||
+  FAIL_IF(r->stochastic < 0 || r->stochastic > 24 ||
+          !(r->factor == 0 || (r->factor >= 0.5 && r->factor <= 1)) ||
           (mx_is_four_over_six(r->mx - 1) && (r->stochastic || r->factor != 0)), ENG_ERR_VALUE,
-          "expected 0 to 24 bits of stochastic rounding and a factor from 0 to 1 (with "
-          "four_over_six, both must be 0), got %d bits and the factor %g", r->stochastic,
+          "expected 0 to 24 bits of stochastic rounding and a factor from 0.5 to 1, or 0 for none "
+          "(with four_over_six, both must be 0), got %d bits and the factor %g", r->stochastic,
           r->factor);
   FAIL_IF(mx_is_gated(r->mx - 1) &&
           (!again || backward || r->block_rows != 1 || r->stochastic || r->factor != 0),
@@ -379,6 +380,8 @@ eng_status eng_fp8_recipe_check(const eng_fp8_recipe *recipe)
   FAIL_IF(!recipe->backward[ENG_FP8_X].mx != !recipe->backward[ENG_FP8_W].mx, ENG_ERR_VALUE,
           "expected `backward` in both x and w, or in neither, got it only in %s",
           fp8_role_name[recipe->backward[ENG_FP8_X].mx ? ENG_FP8_X : ENG_FP8_W]);
+  FAIL_IF(recipe->backward[ENG_FP8_X].mx && !recipe->role[ENG_FP8_X].mx, ENG_ERR_VALUE,
+          "expected `backward` only in microscaling, got it with x and w in FP8");
   for (int p = 0; p < ENG_FP8_PRODUCTS; p++) {
     ENG_TRY(error_prefix(check_product(recipe, p), "%s", fp8_product_name[p]));
     ENG_TRY(error_prefix(check_nesting(recipe, p), "%s", fp8_product_name[p]));

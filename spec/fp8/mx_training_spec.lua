@@ -527,16 +527,28 @@ describe("a linear layer under microscaling", function()
     recipe.role[0].keep = C.ENG_FP8_KEEP_TRANSPOSED
     for p = 0, 2 do recipe.product[p].accumulator = C.ENG_ACCUMULATE_FP32 end
     assert.equal(0, C.eng_fp8_recipe_check(recipe))
+    recipe.role[2].factor = 0.25
+    assert.are_not.equal(0, C.eng_fp8_recipe_check(recipe))
+    assert.matches("dy: .* a factor from 0.5 to 1, or 0 for none .* and the factor 0.25",
+      M_ffi.message())
+    recipe.role[2].factor = 0
     recipe.product[1].hadamard, recipe.product[1].signs = 16, 9
     assert.are_not.equal(0, C.eng_fp8_recipe_check(recipe))
     assert.equal("dgrad: expected signs to be one of ENG_FP8_SIGNS_*, got number 9",
+      M_ffi.message())
+    recipe.product[1].hadamard = 0
+    for role = 0, 2 do recipe.role[role].mx = 0 end
+    assert.equal(0, C.eng_fp8_recipe_check(recipe))
+    for role = 0, 1 do recipe.backward[role].mx = C.ENG_FP8_SAME end
+    assert.are_not.equal(0, C.eng_fp8_recipe_check(recipe))
+    assert.equal("expected `backward` only in microscaling, got it with x and w in FP8",
       M_ffi.message())
     assert.matches("wgrad: products in FP8 have no option 'hadamard'; options: accumulator high " ..
       "promotion", select(2, pcall(
       engine.precision.resolve, { base = "fp8_block", fp8 = { wgrad = { hadamard = 16 } } })), 1,
       true)
-    assert.matches("x: expected 0 to 24 bits of stochastic rounding and a factor from 0 to 1 " ..
-      "(with four_over_six, both must be 0), got 8 bits and the factor 0",
+    assert.matches("x: expected 0 to 24 bits of stochastic rounding and a factor from 0.5 to 1, " ..
+      "or 0 for none (with four_over_six, both must be 0), got 8 bits and the factor 0",
       message { x = { rule = "four_over_six", stochastic = true } }, 1, true)
     local quest, back = { rule = "quest", backward = { rule = "floor" } }, { rule = "rceil" }
     assert.matches("dy: only x and w have the option backward", message { dy = quest }, 1, true)
