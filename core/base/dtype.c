@@ -47,5 +47,5 @@ int64_t tensor_load_int(const void *data, int dtype, int64_t i)
 void tensor_store_int(void *data, int dtype, int64_t i, int64_t value)
 {
   if (dtype_is_integer(dtype)) element_store_int(data, dtype, i, value);
-  else tensor_store(data, dtype, i, (double)value);
+  else tensor_store(data, dtype, i, double_from_int(value, dtype == ENG_f64));
 }

@@ -15,6 +15,7 @@ static inline bool dtype_is_integer(int d) { return !dtype_is_float(d) && !dtype
 /// Read and write element `index` in host memory as a double. A store rounds once, from double.
 double tensor_load(const void *data, int dtype, int64_t index);
 void   tensor_store(void *data, int dtype, int64_t index, double value);
-/// Read and write element `index` of an integer tensor. All 64-bit values are exact.
+/// Read and write element `index` as an integer. In integer tensors all 64-bit values are exact; a
+/// store to another format rounds once.
 int64_t tensor_load_int(const void *data, int dtype, int64_t index);
 void    tensor_store_int(void *data, int dtype, int64_t index, int64_t value);

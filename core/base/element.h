@@ -1,8 +1,7 @@
 // Loads and stores single elements whose format is known only at run time, in every format but FP8.
-// A store of a double to a float format rounds once. An integer stored in an integer format wraps;
-// a float converted to an integer is truncated and saturated. In bool, every value but 0 becomes 1.
-// Inline, so that gcc and nvcc compile the same code. Used by dtype.c, which adds FP8, and by CUDA
-// kernels.
+// A store to a float format rounds once. An integer stored in an integer format wraps; a float
+// converted to an integer is truncated and saturated. In bool, every value but 0 becomes 1. Inline,
+// so that gcc and nvcc compile the same code. Used by dtype.c, which adds FP8, and by CUDA kernels.
 #pragma once
 
 #include "dtype.h"
@@ -61,6 +60,6 @@ ENG_INLINE void element_store_int(void *data, int dtype, int64_t i, int64_t valu
     case ENG_i32:  ((int32_t *)data)[i] = (int32_t)value; break;
     case ENG_i64:  ((int64_t *)data)[i] = value; break;
     case ENG_bool: ((uint8_t *)data)[i] = value != 0; break;
-    default:       element_store(data, dtype, i, (double)value);
+    default:       element_store(data, dtype, i, double_from_int(value, dtype == ENG_f64));
   }
 }

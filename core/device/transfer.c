@@ -59,8 +59,7 @@ static void convert(void *buffer, int format, const tensor *x, bool into_tensor)
   const char *from = into_tensor ? buffer : x->data;
   const int to_dtype = into_tensor ? x->dtype : format,
             from_dtype = into_tensor ? format : x->dtype;
-  const bool same = format == x->dtype,
-             integers = dtype_is_integer(format) && dtype_is_integer(x->dtype);
+  const bool same = format == x->dtype, integers = dtype_is_integer(from_dtype);
   const int64_t size = eng_dtype_size(x->dtype);
   if (same && tensor_contiguous(x)) {
     memcpy(to, from, (size_t)bytes_of(x));

@@ -1,6 +1,7 @@
 -- Tensors in scripts: creating them, their properties, views, counting from 1, arithmetic and its
 -- dtypes, reductions, products.
 local engine = require "engine"
+local M_ffi = require "engine.base.ffi"
 local helper = require "spec.helper"
 
 local inf, nan = math.huge, 0 / 0
@@ -123,6 +124,20 @@ describe("making tensors", function()
     end
     local copied = engine.from_memory(values, "f32", { 2 }, "f64")
     assert.same({ "f64", 1.5 }, { copied.dtype, copied:select(1, 1):item() })
+  end))
+
+  it("round integers of 64 bits once, in both directions", step(function()
+    -- Each number lies just above the middle between two floats of its dtype. An f64 holds only
+    -- that middle, which rounds down.
+    for dtype, power in pairs { f32 = 37, bf16 = 53 } do
+      local middle = 2LL ^ 60 + 2LL ^ (power - 1)
+      local x = engine.from_memory(M_ffi.new("int64_t[1]", middle + 1), "i64", { 1 }, dtype)
+      assert.equal(2 ^ 60 + 2 ^ power, x:to("f64"):item())
+    end
+    local read = M_ffi.new "float[1]"
+    local x = engine.from_memory(M_ffi.new("int64_t[1]", 2LL ^ 60 + 2LL ^ 36 + 1), "i64", { 1 })
+    M_ffi.check(M_ffi.C.eng_read(read, M_ffi.dtype.f32, 1, x))
+    assert.equal(2 ^ 60 + 2 ^ 37, read[0])
   end))
 end)
 
