@@ -171,17 +171,19 @@ eng_status eng_optimizer_shard(eng_optimizer *state)
   for (int which = 0; which < BUFFERS; which++) {
     flat_buffer *whole = state->buffer[which], *part;
     if (!whole || is_divided(whole, set)) continue;
-    ENG_TRY(flat_new(&part, ARENA_OPTIMIZER, set, dtypes_of(state, which), true));
-    eng_status status = ENG_OK;
+    state->buffer[which] = NULL;
+    eng_status status = moment_new(state, which);
+    part = state->buffer[which];
     for (int i = 0; i < set->n && status == ENG_OK; i++) {
-      if (!whole->part[i]) continue;
+      // Kahan errors have no part in `whole` or in `part` if the master's dtype has changed.
+      if (!whole->part[i] || !part || !part->part[i]) continue;
       int size = eng_dtype_size(whole->part[i]->dtype);
       const char *from = (const char *)whole->part[i]->data + set->own[2 * i] * size;
       status = transfer_inside(set->space, part->part[i]->data, from, part->part[i]->count * size);
     }
+    state->buffer[which] = status == ENG_OK ? part : whole;
     flat_release(status == ENG_OK ? &whole : &part);
     ENG_TRY(status);
-    state->buffer[which] = part;
   }
   return ENG_OK;
 }
