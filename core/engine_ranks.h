@@ -57,12 +57,13 @@ eng_status eng_comm_broadcast(eng_comm *comm, void *data, int64_t bytes, int roo
 /// Copies the values of a contiguous tensor in any memory from rank `root` to all ranks. Errors:
 /// SHAPE (not contiguous), VALUE (no such rank).
 eng_status eng_comm_broadcast_tensor(eng_comm *comm, const eng_tensor *x, int root);
-/// Gathers `bytes` from every rank, in order of ranks, into `all` [size x bytes].
+/// Gathers `bytes` from every rank, in order of ranks, into `all` [size x bytes]. Errors: VALUE
+/// (more than 1 GiB).
 eng_status eng_comm_all_gather(eng_comm *comm, void *all, const void *own, int64_t bytes);
 /// Reduces `data` over the ranks, in place. `dtype` is f32, f64 or i64. `op` is ENG_SUM or ENG_MAX,
 /// where NaN exceeds every number. Sums have one fixed order (core/dist/comm.h): the same numbers
 /// give the same sum, bit for bit, on every rank and in every run. Errors: DTYPE, VALUE (an unknown
-/// `op`).
+/// `op`, or more than 1 GiB for each rank to sum).
 eng_status eng_comm_all_reduce(eng_comm *comm, void *data, int64_t count, int dtype, int op);
 
 /// An all-to-all of rows: sends rows of `from` [n x C] to the ranks of a group and receives their
@@ -117,8 +118,9 @@ typedef struct eng_parallel_options {
 /// between eng_parallel_begin and eng_parallel_finish. A gradient's memory is allocated when it is
 /// first written and freed when its bucket is sent. Only this rank's pieces of the sums are stored.
 /// eng_parallel_stats and updates read these pieces. eng_gradient, eng_params_stats and
-/// eng_params_unscale fail with STATE. Errors: VALUE; STATE (the set has one already, or a
-/// reference backward pass is running); DEVICE (zero = 3 with weights on a card).
+/// eng_params_unscale fail with STATE. Errors: VALUE (also a message above 1 GiB); STATE (the set
+/// has one already, or a reference backward pass is running); DEVICE (zero = 3 with weights on a
+/// card).
 eng_status eng_parallel_new(eng_parallel **out, eng_params *set, eng_comm *comm,
                             const eng_parallel_options *options);
 void eng_parallel_free(eng_parallel *parallel);

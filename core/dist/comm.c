@@ -227,6 +227,9 @@ static eng_status reduce(const reduction *r)
   int64_t size = eng_dtype_size(r->dtype), bytes = r->count * size,
           piece = (r->count + c->size - 1) / c->size;
   bool small = bytes <= SMALL || (r->n_sums > 0 && r->n_sums < r->count);
+  FAIL_IF(!small && piece * size > COMM_LARGEST, ENG_ERR_VALUE,
+          "%s: expected at most 1 GiB for each rank to sum, got %lld bytes; hint: reduce a part of "
+          "the array at a time", r->what, (long long)(piece * size));
   int tag = comm_tag(c);
   FREED char *room = malloc((size_t)(small ? bytes : piece * c->size * size));
   FAIL_IF(!room, ENG_ERR_MEMORY,
@@ -299,6 +302,9 @@ eng_status eng_comm_broadcast_tensor(eng_comm *comm, const eng_tensor *handle, i
 eng_status eng_comm_all_gather(eng_comm *comm, void *all, const void *own, int64_t bytes)
 {
   char *to = all;
+  FAIL_IF(comm->size > 1 && bytes > COMM_LARGEST, ENG_ERR_VALUE, "an all-gather: expected at most "
+          "1 GiB from each rank, got %lld bytes; hint: gather a part of the array at a time",
+          (long long)bytes);
   memmove(to + bytes * comm->rank, own, (size_t)bytes);
   if (comm->size == 1 || bytes == 0) return ENG_OK;
   FREED comm_message *m = calloc(2 * (size_t)comm->size, sizeof *m);

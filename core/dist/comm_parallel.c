@@ -62,6 +62,25 @@ static eng_status take_memory(eng_parallel *p, int64_t limit)
                           : ENG_OK;
 }
 
+/// Checks that each piece of weights that a rank sends (ZeRO) fits into one message. The size of
+/// messages from card to card has no limit.
+static eng_status check_pieces(const eng_parallel *p)
+{
+  for (int i = 0; i < p->set->n && !p->cards; i++) {
+    const parameter *member = &p->set->member[i];
+    int64_t size = eng_dtype_size(member->value->dtype), from, to;
+    int ranks = p->buckets[p->bucket_of[i]].comm->size;
+    if (ranks == 1 || member->value->count * size <= COMM_LARGEST) continue;
+    for (int rank = 0; rank < ranks; rank++) {
+      member_owned(&from, &to, p, i, rank);
+      FAIL_IF((to - from) * size > COMM_LARGEST, ENG_ERR_VALUE, "the weights of %s need a message "
+              "of %lld bytes, above the limit of 1 GiB; hint: %s", member->name,
+              (long long)((to - from) * size), p->whole ? "zero=0" : "more ranks, or zero=0");
+    }
+  }
+  return ENG_OK;
+}
+
 void eng_parallel_free(eng_parallel *p)
 {
   if (!p) return;
@@ -142,6 +161,7 @@ eng_status eng_parallel_new(eng_parallel **out, eng_params *set, eng_comm *comm,
   if (status == ENG_OK) status = comm_cards_decide(&p->cards, comm, set->space == SPACE_CUDA);
   if (status == ENG_OK) status = buckets_fill(p, options);
   if (status == ENG_OK) status = take_memory(p, options->bucket);
+  if (status == ENG_OK && options->zero > 0) status = check_pieces(p);
   if (status == ENG_OK && p->cards) status = cards_new(p);
   if (status == ENG_OK && options->zero == 3) status = weights_part(p, options->units);
   // This comes last, because params_divide cannot be undone.

@@ -495,6 +495,24 @@ describe("ranks", function()
     end
   end)
 
+  it("refuse collectives whose messages would exceed the largest", function()
+    local script = helper.write(folder .. "/large.lua", [[
+      local engine = require "engine"
+      local M_ffi = require "engine.base.ffi"
+      local C, ffi, world = M_ffi.C, M_ffi.ffi, engine.ranks.world()
+      local n = ffi.new "double[1]"              -- never read: the call refuses the size first
+      print(C.eng_comm_all_gather(world, n, n, 2 ^ 30 + 8), M_ffi.message())
+      print(C.eng_comm_all_reduce(world, n, 2 ^ 28 + 1, M_ffi.dtype.f64, C.ENG_SUM),
+        M_ffi.message())
+      engine.ranks.barrier()]])
+    local result = start.run(2, script)
+    assert.equal(0, result.code, result.err)
+    assert.matches("an all-gather: expected at most 1 GiB from each rank, got 1073741832 bytes",
+      result.out, 1, true)
+    assert.matches("a reduction: expected at most 1 GiB for each rank to sum, got 1073741832 " ..
+      "bytes", result.out, 1, true)
+  end)
+
   it("end when one of them raises, dies or hangs, and the message names it", function()
     local _, _, result = job(2, { "raise_rank=1" })
     assert.are_not.equal(0, result.code)
