@@ -270,6 +270,7 @@ uint64_t eng_file_stamp(const char *path)
 
 eng_status eng_file_mkdir(const char *path)
 {
+  FAIL_IF(!*path, ENG_ERR_IO, "expected the path of a directory, got an empty text");
   if (eng_file_kind(path) == ENG_FILE_FOLDER) return ENG_OK;
   FREED char *partial = strdup(path);
   FAIL_IF(partial == NULL, ENG_ERR_MEMORY, "%s: out of memory", path);

@@ -60,6 +60,7 @@ describe("files", function()
     assert.are.same({ "file", "y" }, scratch.names(dir .. "/x"))
     fails(C.eng_file_mkdir(dir .. "/x/file/deeper"),
       "x/file: cannot make the directory: File exists")
+    fails(C.eng_file_mkdir(""), "expected the path of a directory, got an empty text")
     check(C.eng_file_rename(dir .. "/x/file", dir .. "/x/other"))
     check(C.eng_file_exchange(dir .. "/x/other", dir .. "/x/y"))
     assert.are.same({ 2, 1 }, { C.eng_file_kind(dir .. "/x/other"),
