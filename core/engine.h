@@ -505,9 +505,9 @@ typedef struct eng_update {
   double  norm;
   const double *clips;          // [n] factor on each parameter's gradient; NULL: 1 each
   // NULL, or [n][ENG_NORMS]: receives sums of squares, added up in a fixed order. For a parameter
-  // without a gradient, entry ENG_NORM_UPDATE is 0 and the other entries are not written. A lagged
-  // update that is skipped writes no entry. On a card the call waits for the sums, and a lagged
-  // update cannot compute them.
+  // without a gradient, and for every parameter if a lagged update is skipped, entry
+  // ENG_NORM_UPDATE is 0 and the other entries are not written. On a card the call waits for the
+  // sums, and a lagged update cannot compute them.
   double *norms;
   double  update_clip;          // limit on the norm of the change of all weights; 0: no limit
   double  spike_clip;           // with ENG_SPIKE_CLIP: limits |g| to sqrt(spike_clip v), where v is

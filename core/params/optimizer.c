@@ -278,6 +278,8 @@ eng_status eng_optimizer_step(eng_optimizer *state, const eng_update *update)
   eng_params *set = state->set;
   eng_update here = *update;
   const bool lagged = update->lagged != 0;
+  for (int i = 0; update->norms && i < set->n; i++)
+    update->norms[ENG_NORMS * i + ENG_NORM_UPDATE] = 0;
   // On a device that computes statistics immediately, the host decides here whether to skip the
   // update. A GPU decides this itself.
   if (update->lagged && !device->gradstats_start) {
@@ -300,8 +302,6 @@ eng_status eng_optimizer_step(eng_optimizer *state, const eng_update *update)
   here.dry = 0;
   here.rounding = state->rounding;
   update = &here;
-  for (int i = 0; update->norms && i < set->n; i++)
-    update->norms[ENG_NORMS * i + ENG_NORM_UPDATE] = 0;
   int m = set->sharded ? params_own_spans(set) : params_spans(set);
   bool some = false;
   for (int k = 0; k < m; k++) {

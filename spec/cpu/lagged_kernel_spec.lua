@@ -167,6 +167,18 @@ describe("lagged updates", function()
     end)
   end))
 
+  it("report a change of 0 when they are skipped", sets.step(function()
+    check(C.eng_device_set "cpu")      -- a card refuses norms in a lagged update
+    local set, norms = sets.new({ { 3 }, { 9, 3 } }, {}), ffi.new("double[?]", 2 * C.ENG_NORMS, 7)
+    set:optimizer("adamw")
+    set:write_gradients({ { 1, inf, 3 }, gradients(1, 1)[2] }, "f32")
+    check(start(set, C.ENG_NEED_NORM))
+    set:update { hyper = ADAMW, factor = 1, t = 1, lagged = true, norms = norms }
+    for i = 0, 1 do assert.equal(0, norms[i * C.ENG_NORMS + C.ENG_NORM_UPDATE]) end
+    fetch(set)
+    set:free()
+  end))
+
   it("of short-lived optimizers each start at their own count", sets.step(function()
     local want
     for _ = 1, 70 do      -- more than a device has counters
