@@ -198,23 +198,29 @@ static bool read_scales(eng_policy *p, eng_verdict *out, const verdict_field *f)
 static double true_norm(const eng_policy *p, const eng_tensor_stats *s)
 { return sqrt(s->sum_squares) / (p->judged->scale * gradstats_relative_scale(s)); }
 
-// Limits a norm to `limit`: the joint norm of the tensors of `group` or, if group is -1, the norm
-// of tensor `only`. With `exactly`, sets a norm above 0 to `limit`, whether it was larger or
-// smaller.
-static void limit_norm(eng_policy *p, int only, int group, double limit, bool exactly)
+// Applies an entry of `clips` or, with `exactly`, of `grad_norms` to tensor i: `norm` becomes at
+// most, or exactly, `limit`. In `grad_norms` a factor of -1 means that the tensor has no entry yet,
+// and entries that differ leave NaN.
+static void limit_tensor(eng_policy *p, int i, double norm, double limit, bool exactly)
 {
-  if (!p->judged_stats) return;                              // no statistics per tensor (replay)
-  double squares = 0, *factor = p->each[ENG_EACH_CLIP];
+  double *factor = &p->each[ENG_EACH_CLIP][i], wanted = limit / norm;
+  if (!(norm > (exactly ? 0 : limit))) return;
+  if (!exactly) *factor = fmin(*factor, wanted);
+  else if (*factor == -1) *factor = wanted;
+  else if (*factor != wanted) *factor = f64_from(0x7FF8000000000000ull);
+}
+
+// Applies an entry to the joint norm of a group's tensors.
+static void limit_group(eng_policy *p, int group, double limit, bool exactly)
+{
+  double squares = 0;
   for (int i = 0; i < p->n_tensors; ++i) {
-    if (group >= 0 ? p->group_of[i] != group : i != only) continue;
+    if (p->group_of[i] != group) continue;
     double norm = true_norm(p, &p->judged_stats[i]);
     squares += norm * norm;
   }
-  double norm = group >= 0 ? sqrt(squares) : true_norm(p, &p->judged_stats[only]);
-  if (!(norm > (exactly ? 0 : limit))) return;
   for (int i = 0; i < p->n_tensors; ++i)
-    if ((group >= 0 ? p->group_of[i] == group : i == only) && (exactly || limit / norm < factor[i]))
-      factor[i] = limit / norm;
+    if (p->group_of[i] == group) limit_tensor(p, i, sqrt(squares), limit, exactly);
 }
 
 static void begin_each(eng_policy *p, eng_verdict *out, int what, double none)
@@ -230,15 +236,24 @@ static bool read_norms(eng_policy *p, eng_verdict *out, const verdict_field *f)
   const bool exactly = f->need == ENG_NEED_GRAD_NORMS;
   if (out->each >> ENG_EACH_CLIP & 1)
     return policy_refuse(p, "both 'clips' and 'grad_norms'; expected one of them");
-  begin_each(p, out, ENG_EACH_CLIP, 1);
+  begin_each(p, out, ENG_EACH_CLIP, exactly ? -1 : 1);
   for (lua_pushnil(L); lua_next(L, -2); lua_pop(L, 1)) {
     int named;
     double limit = number(L);
     if (!find_named(p, f->name, &named)) return false;
     if (!(limit > 0) || (exactly && !f64_is_finite(limit))) return bad_entry(p, f);
+    if (!p->judged_stats) continue;                          // no statistics per tensor (replay)
     for (int i = 0; i < p->n_tensors; ++i)
-      if (named < 0 ? p->matched[i] : i == named) limit_norm(p, i, -1, limit, exactly);
-    if (named >= p->n_tensors) limit_norm(p, -1, named - p->n_tensors, limit, exactly);
+      if (named < 0 ? p->matched[i] : i == named)
+        limit_tensor(p, i, true_norm(p, &p->judged_stats[i]), limit, exactly);
+    if (named >= p->n_tensors) limit_group(p, named - p->n_tensors, limit, exactly);
+  }
+  for (int i = 0; exactly && i < p->n_tensors; ++i) {
+    double *factor = &p->each[ENG_EACH_CLIP][i];
+    if (f64_is_nan(*factor))
+      return policy_refuse(p, "'grad_norms' with entries that set the tensor '%.60s' to different "
+                           "norms; expected one entry for each tensor", p->tensors[i]);
+    if (*factor == -1) *factor = 1;
   }
   return true;
 }

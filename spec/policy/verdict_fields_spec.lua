@@ -123,6 +123,32 @@ describe("a verdict", function()
     end
   end)
 
+  it("refuses grad_norms that set a tensor to different norms, whatever the order", function()
+    local stats = M_ffi.new("eng_tensor_stats[3]")
+    for i, norm in ipairs { 3, 4, 12 } do stats[i - 1].sum_squares = (8 * norm) ^ 2 end
+    local into = M_ffi.new("double[3]")
+    for entries, want in pairs {
+      ["a = 10, ['b.w'] = 6, b = 6"] = { 2, 2, 0.5 },
+      ["['a.w'] = 6, ['a%.[wx]'] = 6"] = { 2, 1, 1 },
+      ["['a.w'] = 1, ['a.*'] = 2"] = "a.w", ["['.*'] = 2, ['.*w'] = 2, ['a.b'] = 3"] = "a.b",
+      ["a = 2, ['a.b'] = 2"] = "a.b", ["b = 1, ['b.w'] = 2, ['b.*'] = 1"] = "b.w",
+    } do
+      local verdict = ("{ scale = 8, grad_norms = { %s } }"):format(entries)
+      local v
+      for _ = 1, 8 do      -- every state of Lua has its own order of keys
+        local p = policy_with(verdict, '"grad_norms"')
+        v = made.decide(p, false, stats)
+        assert.are.equal(type(want) == "string" and 1 or 0, v.failed, entries)
+        if v.failed == 0 then assert.truthy(p:each(C.ENG_EACH_CLIP, into, 3)) end
+        for i = 1, v.failed == 0 and 3 or 0 do assert.near(want[i], into[i - 1], 1e-15, entries) end
+      end
+      if v.failed == 1 then
+        assert.matches(("'grad_norms' with entries that set the tensor '%s' to different norms; " ..
+          "expected one entry"):format(want), v:why(), 1, true)
+      end
+    end
+  end)
+
   it("acts on the last tensor alone if the tensors are in no group", function()
     local into = M_ffi.new("double[3]")
     for verdict, kind in pairs { ["lr_muls = { ['b.w'] = 0 }"] = C.ENG_EACH_LR,
