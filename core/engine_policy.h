@@ -163,9 +163,9 @@ typedef struct eng_policy_option {
   int32_t type;               // ENG_OPTION_*: the type of the default
 } eng_policy_option;
 
-/// Sets the limits of policies loaded from now on: bytes of Lua memory (default 8 MiB), and for
-/// each call the number of Lua instructions (default 1,000,000; library calls count in proportion
-/// to their work) and the seconds of processor time (default 2). 0 leaves a limit unchanged.
+/// Sets the limits of policies loaded from now on: bytes of Lua memory (default 8 MiB), and for a
+/// call Lua instructions (default 1,000,000; library calls count in proportion to their work; a
+/// verdict's patterns get 10 times as many) and seconds of processor time (default 2). 0: keep.
 void eng_policy_limits(int64_t memory, int64_t instructions, double seconds);
 
 /// Compiles and checks a policy. `file` is the name shown in messages. Options are given as `n`

@@ -465,6 +465,7 @@ eng_status policy_match_names(eng_policy *p)
   lua_pushcfunction(p->L, match_names);
   lua_pushnil(p->L);
   lua_pushvalue(p->L, -3);
+  policy_continue(p);
   ENG_TRY(policy_call(p, 2));
   lua_pop(p->L, 2);
   return ENG_OK;

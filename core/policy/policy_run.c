@@ -127,11 +127,16 @@ void policy_check_stack(eng_policy *p)
 
 void policy_enter(eng_policy *p)
 {
-  p->stack = __builtin_frame_address(0);
   p->budget = p->instructions;
   p->deadline = 0;
   if (p->killed) lua_sethook(p->L, budget_hook, LUA_MASKCOUNT, HOOK_INTERVAL);
   p->killed = NULL;
+  policy_continue(p);
+}
+
+void policy_continue(eng_policy *p)
+{
+  p->stack = __builtin_frame_address(0);
   p->running = true;
 }
 
@@ -213,7 +218,6 @@ eng_status policy_protected(eng_policy *p, void (*task)(eng_policy *, void *), v
 
 eng_status policy_call(eng_policy *p, int n)
 {
-  policy_enter(p);
   int failed = lua_pcall(p->L, n, 1, 0);
   policy_leave(p);
   if (failed || p->killed) {

@@ -338,6 +338,7 @@ static void default_state_task(eng_policy *p, void *argument)
 // on the stack.
 static eng_status call_maker(eng_policy *p, const char *maker, int n)
 {
+  policy_enter(p);
   ENG_TRY(policy_call(p, n));
   if (lua_istable(p->L, -1)) return ENG_OK;
   error_set(ENG_ERR_POLICY, "%s:%d: %s must return the state as a table, got %s", p->file,

@@ -454,9 +454,14 @@ static bool keeps_rates(eng_policy *p, const eng_verdict *out)
   return good;
 }
 
+// The budget of all patterns in a verdict together, as a multiple of that of one call: it suffices
+// for a hundred patterns and a thousand tensors. The time is that of the whole decision.
+enum { PATTERN_BUDGETS = 10 };
+
 bool policy_read_verdict(eng_policy *p, eng_verdict *out)
 {
   lua_State *L = p->L;
+  if (__builtin_mul_overflow(p->instructions, PATTERN_BUDGETS, &p->budget)) p->budget = INT64_MAX;
   if (lua_type(L, -1) == LUA_TNUMBER) return read_scale(p, out, &fields[0]);
   int table = lua_gettop(L);
   for (lua_pushnil(L); lua_next(L, table); lua_pop(L, 1)) {

@@ -130,8 +130,10 @@ bool policy_open(eng_policy *policy);
 eng_status policy_protected(eng_policy *policy, void (*task)(eng_policy *, void *), void *argument);
 /// policy_enter puts the policy's limits in force for one call, and policy_leave lifts them. Call
 /// policy_enter before the policy's own code runs (init, decide, migrate, the file itself), and
-/// policy_leave afterwards.
+/// policy_leave afterwards. policy_continue does the same for a later part of a call: it renews
+/// neither the budget nor the time.
 void policy_enter(eng_policy *policy);
+void policy_continue(eng_policy *policy);
 void policy_leave(eng_policy *policy);
 /// Subtracts `work` Lua instructions from the budget. Raises an error if the call must end: the
 /// budget or the time is exhausted, or an interrupt has arrived.
@@ -142,8 +144,9 @@ void policy_check_stack(eng_policy *policy);
 eng_policy *policy_of(lua_State *L);
 /// Interns a name in the Lua state. The returned address is valid until the state is closed.
 const char *policy_intern(lua_State *L, const char *name);
-/// Calls the policy's function, which is on the stack below its `n` arguments, under the policy's
-/// limits. Leaves one result. Errors: POLICY; the stack then has only the fixed slots.
+/// Calls the function that is on the stack below its `n` arguments, then policy_leave. Call
+/// policy_enter or policy_continue before. Leaves one result. Errors: POLICY; the stack then has
+/// only the fixed slots.
 eng_status policy_call(eng_policy *policy, int n);
 /// Returns the text of the error value on top of the stack, without running the policy's code.
 const char *policy_error_text(eng_policy *policy);

@@ -162,6 +162,26 @@ describe("a verdict", function()
     end
   end)
 
+  it("matches dozens of patterns over a thousand tensors, but not without a limit", function()
+    local names = {}
+    for i = 1, 1000 do names[i] = ("blocks.%d.attention.output.weight"):format(i) end
+    local function decide(n, pattern)
+      local p = made.load(("local patterns = {} for i = 1, %d do " ..
+        "patterns['[x' .. i .. ']?' .. %q] = 0 end return { needs = { 'lr_muls' }, " ..
+        "init = function() return { scale = 8 } end, " ..
+        "decide = function() return { scale = 8, lr_muls = patterns } end }"):format(n, pattern))
+      p:tensors(names)
+      return made.decide(p)
+    end
+    local v = decide(60, "blocks%.%d+%..*%.weight")
+    assert.are.equal(0, v.failed, v:why())
+    local from = os.clock()
+    v = decide(5000, "(.-)(.-)attention[%da-z.]*")
+    assert.are.equal(1, v.failed)
+    assert.matches("exceeded its instruction budget", v:why(), 1, true)
+    assert.is_true(os.clock() - from < 2)
+  end)
+
   it("scales groups by patterns of groups and of tensors", function()
     local p = policy_with("{ scale = 8, scales = { ['.*%.b'] = 4 } }", "")
     assert.are.equal(0, made.decide(p).failed)
