@@ -2,7 +2,7 @@
 // measures the time of each call. Profiling costs nothing while it is off. No other file depends on
 // this one. Owns the table of rows. Called from Lua (engine.profile).
 #include "base/mx.h"
-#include "device/backend.h"
+#include "device/wrapper.h"
 #include "op.h"
 
 #include <stdio.h>
@@ -10,8 +10,8 @@
 
 enum { ROWS = 512 };
 
-static const backend *inner;   // the profiled device
-static backend timed;
+static wrapper timed;          // timed.inner: the profiled device
+static bool measuring;         // false: the wrapper only calls the device
 static eng_profile_row rows[ROWS];
 static int n_rows;
 
@@ -20,6 +20,7 @@ static int n_rows;
 /// their own.
 static void add(const char *op, const char *detail, double seconds, double bytes, double flops)
 {
+  if (!measuring) return;
   eng_profile_row *row = rows, *last = rows + ROWS - 1;
   while (row < rows + n_rows && row < last &&
          (row->op != op || strcmp(row->detail, detail) != 0))
@@ -79,7 +80,7 @@ static double flops_of(const op_call *c)
 /// Waits until the device has finished its work, then returns the time.
 static double clock_now(void)
 {
-  if (inner->synchronize) inner->synchronize();
+  if (measuring && timed.inner->synchronize) timed.inner->synchronize();
   return eng_clock();
 }
 
@@ -101,7 +102,7 @@ static void describe(char *text, int room, const op_call *c)
 static eng_status timed_kernel(const op_call *c)
 {
   double from = clock_now();
-  eng_status status = inner->kernel[c->op](c);
+  eng_status status = timed.inner->kernel[c->op](c);
   double seconds = clock_now() - from, bytes = 0;
   char detail[sizeof rows[0].detail] = "";
   describe(detail, (int)sizeof detail, c);
@@ -134,7 +135,7 @@ static eng_status timed_gradstats(const param_span *spans, int n, unsigned needs
                                   eng_tensor_stats *stats)
 {
   double from = clock_now();
-  eng_status status = inner->gradstats(spans, n, needs, stats);
+  eng_status status = timed.inner->gradstats(spans, n, needs, stats);
   add_pass("(gradient statistics)", clock_now() - from, spans, n, false);
   return status;
 }
@@ -142,7 +143,7 @@ static eng_status timed_gradstats(const param_span *spans, int n, unsigned needs
 static eng_status timed_optimize(const param_span *spans, int n, const eng_update *update)
 {
   double from = clock_now();
-  eng_status status = inner->optimize(spans, n, update);
+  eng_status status = timed.inner->optimize(spans, n, update);
   add_pass("(optimizer)", clock_now() - from, spans, n, true);
   return status;
 }
@@ -151,24 +152,24 @@ static eng_status timed_unscale(const param_span *spans, int n, double factor, f
                                 int *found_inf)
 {
   double from = clock_now();
-  eng_status status = inner->unscale(spans, n, factor, target, found_inf);
+  eng_status status = timed.inner->unscale(spans, n, factor, target, found_inf);
   add_pass("(unscale)", clock_now() - from, spans, n, false);
   return status;
 }
 
 void eng_profile(bool on)
 {
-  if (backend_current() == &timed) backend_use(inner);
+  measuring = on;
+  wrapper_remove(&timed);
   if (!on) return;
   n_rows = 0;
-  inner = backend_current();
-  timed = *inner;
+  if (!wrapper_put(&timed)) return;        // the trap was set around it
+  backend *device = &timed.device;
   for (int op = 0; op < ENG_OP_COUNT; op++)
-    if (inner->kernel[op]) timed.kernel[op] = timed_kernel;
-  timed.gradstats = timed_gradstats;
-  timed.optimize = timed_optimize;
-  timed.unscale = timed_unscale;
-  backend_use(&timed);
+    if (device->kernel[op]) device->kernel[op] = timed_kernel;
+  device->gradstats = timed_gradstats;
+  device->optimize = timed_optimize;
+  device->unscale = timed_unscale;
 }
 
 int eng_profile_rows(eng_profile_row *out, int capacity)

@@ -4,7 +4,7 @@
 // produced nan, with statistics of their first tensors. The trap costs nothing while it is off. No
 // other file depends on this one. Owns the wrapper and its findings. Called by
 // lua/engine/train/trap.lua, which repeats a step with the trap on.
-#include "device/backend.h"
+#include "device/wrapper.h"
 
 #include "base/array.h"
 #include "base/error.h"
@@ -24,8 +24,8 @@ enum { INF, NAN_, KINDS };
 /// The node at which a module's operations start. Node i belongs to the last entry with node <= i.
 typedef struct module_start { int node, module; } module_start;
 
-static const backend *inner;               // the wrapped device
-static backend watching;
+static wrapper watching;                   // watching.inner: the wrapped device
+static bool checking;                      // false: the wrapper only calls the device
 // The findings for each kind (inf, nan) and pass. arose: `site` is the first call with values of
 // this kind in its outputs but not in its inputs. Until such a call is found, `site` is the first
 // call with values of this kind in its outputs. found: `site` is set.
@@ -125,8 +125,8 @@ static void describe(eng_trap_site *site, const op_call *c, const eng_trap_tenso
 
 static eng_status watched_kernel(const op_call *c)
 {
-  ENG_TRY(inner->kernel[c->op](c));
-  if (tape_runs_again()) return ENG_OK;   // the first run was checked
+  ENG_TRY(watching.inner->kernel[c->op](c));
+  if (!checking || tape_runs_again()) return ENG_OK;   // again: the first run was checked
   const int pass = backward_node(NULL) >= 0 ? BACKWARD : FORWARD;
   eng_trap_tensor out[ENG_TRAP_OUTPUTS] = {0};
   const int n_out = c->n_out < ENG_TRAP_OUTPUTS ? c->n_out : ENG_TRAP_OUTPUTS;
@@ -156,7 +156,8 @@ static eng_status watched_kernel(const op_call *c)
 
 void eng_trap(bool on)
 {
-  if (backend_current() == &watching) backend_use(inner);
+  checking = on;
+  wrapper_remove(&watching);
   n_starts = module_now = 0;
   if (!on) {
     free(buffer);
@@ -165,11 +166,9 @@ void eng_trap(bool on)
     return;
   }
   memset(first, 0, sizeof first);
-  inner = backend_current();
-  watching = *inner;
+  if (!wrapper_put(&watching)) return;     // the profiler was started around it
   for (int op = 0; op < ENG_OP_COUNT; op++)
-    if (inner->kernel[op]) watching.kernel[op] = watched_kernel;
-  backend_use(&watching);
+    if (watching.inner->kernel[op]) watching.device.kernel[op] = watched_kernel;
 }
 
 bool eng_trap_found(eng_trap_site *out, bool nan, bool backward)

@@ -4,6 +4,7 @@
 
 #include "base/error.h"
 #include "plugin.h"
+#include "wrapper.h"
 
 #include <string.h>
 
@@ -12,6 +13,7 @@ static struct { const char *name; const backend *(*get)(void); } built_in[4];
 static int n_built_in;
 
 static const backend *current;
+static wrapper *outermost;                     // around the current device; NULL: none
 static const backend *of_space[SPACE_COUNT];   // the device that owns a space, once loaded
 
 static bool capturing;
@@ -59,7 +61,26 @@ eng_status backend_forbids(const char *what)
 void backend_use(const backend *device)
 {
   current = device;
+  outermost = NULL;
   arena_use(device->space);
+}
+
+bool wrapper_put(wrapper *w)
+{
+  for (const wrapper *at = outermost; at; at = at->next)
+    if (at == w) return false;
+  const backend *inner = backend_current();
+  *w = (wrapper){.device = *inner, .inner = inner, .next = outermost};
+  outermost = w;
+  current = &w->device;
+  return true;
+}
+
+void wrapper_remove(wrapper *w)
+{
+  if (outermost != w) return;
+  outermost = w->next;
+  current = w->inner;
 }
 
 eng_status eng_device_set(const char *name)

@@ -224,7 +224,7 @@ const backend *backend_find(const char *name);
 /// Returns the device that owns a memory space: the CPU for host memory; NULL if the device is not
 /// loaded.
 const backend *backend_of_space(int space);
-/// Makes a device current. profile.c and trap.c pass wrappers, which are not registered.
+/// Makes a device current, without a wrapper (wrapper.h) around it.
 void backend_use(const backend *device);
 
 /// Registers a built-in device. Called by a constructor in the device's folder.

@@ -1,5 +1,9 @@
 -- engine.profile: what it counts, and that it leaves the current device unchanged.
 local engine = require "engine"
+local M_ffi = require "engine.base.ffi"
+local trap = require "engine.train.trap"
+
+local C = M_ffi.C
 
 describe("engine.profile", function()
   local function work()
@@ -8,6 +12,10 @@ describe("engine.profile", function()
       for _ = 1, 3 do a:matmul(b) end
       engine.ones(4, 16):linear(engine.ones(2, 16)):exp()
     end)
+  end
+
+  local function calls_of(profile)
+    for _, r in ipairs(profile.operations) do if r.op == "matmul" then return r.calls end end
   end
 
   it("counts calls, bytes and floating-point operations by operation, format and shape", function()
@@ -85,6 +93,34 @@ describe("engine.profile", function()
     engine.profile(function() engine.device("reference") end)
     assert.equal("reference", engine.device())
     engine.device(before)
+  end)
+
+  it("can be inside the trap, which is inside another profile", function()
+    local inner, after
+    engine.profile(function()
+      trap.watch({}, function()
+        inner = engine.profile(work)
+        trap.watch({}, work)
+        after = engine.profile(function() end)
+        work()
+      end)
+    end)
+    assert.equal(3, calls_of(inner))
+    assert.equal(1, #after.operations)          -- (outside kernels)
+    assert.is_nil(trap.watch({}, function() error "x" end))
+    assert.equal(3, calls_of(engine.profile(work)))
+  end)
+
+  it("ends while the trap that was set around it goes on", function()
+    local rows = M_ffi.new("eng_profile_row[1]")
+    C.eng_profile(true)
+    C.eng_trap(true)
+    C.eng_profile(false)
+    work()
+    C.eng_trap(false)
+    work()
+    assert.equal(0, C.eng_profile_rows(rows, 1))
+    assert.equal(3, calls_of(engine.profile(work)))
   end)
 
   it("passes errors on and stops profiling", function()
