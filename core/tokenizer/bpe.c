@@ -148,7 +148,7 @@ static eng_status merge_long(eng_tokenizer *t, uint32_t *id, int64_t *count)
     merge top = heap[0];
     heap[0] = heap[--heap_n];
     if (heap_n > 0) heap_down(heap, heap_n, 0);
-    FAIL_IF((++polls & 0xFFFFF) == 0 && eng_interrupted() > 0, ENG_ERR_INTERRUPTED,
+    FAIL_IF((++polls & 0xFFFFF) == 0 && eng_interrupted() == 2, ENG_ERR_INTERRUPTED,
             "tokenizer: interrupted");
     symbol *left = &s[top.at];
     if (left->id == UINT32_MAX || left->next < 0) continue;

@@ -337,7 +337,7 @@ static eng_status extract(eng_tokenizer *t, const char *text, int64_t size, bool
   const bool *begins = raw ? t->raw_first : t->normalized_first;
   int64_t done = 0;
   for (int64_t at = 0; tokens->nodes > 0 && at < size;) {
-    FAIL_IF((at & 0xFFFF) == 0 && eng_interrupted() > 0, ENG_ERR_INTERRUPTED,
+    FAIL_IF((at & 0xFFFF) == 0 && eng_interrupted() == 2, ENG_ERR_INTERRUPTED,
             "tokenizer: interrupted");
     int64_t stop;
     int32_t number =

@@ -63,7 +63,7 @@ eng_status unigram_word(eng_tokenizer *t, const char *word, int64_t size)
     int n;
     code_at(word + at, &n);
     double here = end_at[at].score;
-    FAIL_IF((at & 0xFFFF) < n && at > 0 && eng_interrupted() > 0, ENG_ERR_INTERRUPTED,
+    FAIL_IF((at & 0xFFFF) < n && at > 0 && eng_interrupted() == 2, ENG_ERR_INTERRUPTED,
             "tokenizer: interrupted");
     bool single = false;
     int64_t node = 0;

@@ -155,6 +155,23 @@ describe("a tokenizer", function()
     for i = 2, 20000 do assert.equal(9, ids[i]) end
   end)
 
+  it("works after the first Ctrl-C, which lets the step finish; the second one stops it", function()
+    local C = require("engine.base.ffi").C
+    local t = open(text_of(WORDS))
+    local function encode(level)
+      C.eng_interrupt(level)
+      local good, result = pcall(t.encode, t, "one AB two ab")
+      C.eng_interrupt(0)
+      return good, result
+    end
+    local good, ids = encode(1)
+    assert.is_true(good, ids)
+    assert.same({ 1, 4, 2, 4 }, ids)
+    good, ids = encode(2)
+    assert.is_false(good)
+    assert.matches("tokenizer: interrupted", ids, 1, true)
+  end)
+
   it("finds the most probable pieces", function()
     expect(open(text_of(UNIGRAM)), { { "ab abc", { 5, 5, 6 } }, { "aabb", { 1, 2, 4, 3 } },
       { "xyz a", { 1, 0, 1, 2 }, "<unk> a" }, { "ﬁab\n", { 1, 8, 4, 0 }, "fiab<unk>" } })
