@@ -72,7 +72,7 @@ eng_status want_floats(const op_call *c, int n)
 eng_status want_index(const op_call *c, int k, const char *what)
 {
   int d = c->in[k]->dtype;
-  if (!dtype_is_float(d) && d != ENG_bool) return ENG_OK;
+  if (!dtype_is_float(d) && !dtype_is_fp8(d) && d != ENG_bool) return ENG_OK;
   return error_set(ENG_ERR_DTYPE,
                    "%s: expected %s of an integer dtype, got %s; hint: %s:to(\"i64\")", op_name(c),
                    what, tensor_text(c->in[k]), what);

@@ -23,6 +23,14 @@ describe("the core's message", function()
     assert.equal("add: input 2 is missing", run("add", { x, false }))
   end)
 
+  it("asks for indices of an integer dtype, not FP8", function()
+    local x, index = engine.zeros(4), engine.zeros(2):to("e4m3")
+    for _, name in ipairs { "gather", "index_select" } do
+      assert.equal(name .. ": expected index of an integer dtype, got e4m3 [2]; hint: " ..
+        'index:to("i64")', run(name, { x, index }))
+    end
+  end)
+
   it("counts dimensions from 1", function()
     assert.equal("gather_grad: dy f32 [2 x 3] and the index i64 [2 x 3] do not fit dx [1 x 3] " ..
       "along dimension 2", run("gather_grad", { engine.zeros(2, 3), engine.zeros(2, 3, "i64") },
