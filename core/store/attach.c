@@ -26,7 +26,7 @@ enum { CLIENTS = 8, CHUNK = 4096 };
 typedef struct bytes { char *data; int64_t from, size, room; } bytes;
 
 typedef struct client {
-  int   fd;                  // -1: this slot is free
+  int   fd;                  // -1: disconnected. The slot is free once no complete line is left
   int   number;              // identifies the client; never reused
   bytes in, out;
 } client;
@@ -177,12 +177,12 @@ eng_status eng_attach_open(eng_attach **out, const char *path)
   return status;
 }
 
+/// Closes the connection. The lines that the client has sent are still served.
 static void disconnect(eng_attach *server, client *c)
 {
   if (c->fd < 0) return;
   close(c->fd);
   c->fd = -1;
-  bytes_free(&c->in);
   bytes_free(&c->out);
   server->count--;
 }
@@ -191,7 +191,10 @@ void eng_attach_close(eng_attach *server)
 {
   struct stat there;
   if (!server) return;
-  for (int i = 0; i < CLIENTS; i++) disconnect(server, &server->clients[i]);
+  for (int i = 0; i < CLIENTS; i++) {
+    disconnect(server, &server->clients[i]);
+    bytes_free(&server->clients[i].in);
+  }
   if (server->inode && fstatat(server->folder, server->name, &there, AT_SYMLINK_NOFOLLOW) == 0 &&
       there.st_dev == server->device && there.st_ino == server->inode)
     unlinkat(server->folder, server->name, 0);
@@ -215,26 +218,31 @@ static void accept_clients(eng_attach *server)
   while ((fd = accept4(server->fd, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK)) >= 0) {
     client *free_one = NULL;
     for (int i = 0; i < CLIENTS; i++)
-      if (server->clients[i].fd < 0) free_one = &server->clients[i];
+      if (server->clients[i].fd < 0 && !line_end(&server->clients[i].in))
+        free_one = &server->clients[i];
     if (!free_one || !is_owner(fd)) {
       close(fd);
       continue;
     }
+    bytes_free(&free_one->in);
     *free_one = (client){.fd = fd, .number = ++server->last_number};
     server->count++;
   }
 }
 
-/// Sends as much as the socket accepts. Returns false when the client has disconnected.
-static bool push_out(client *c)
+/// Sends as much as the socket accepts. Drops the rest if the client has disconnected; what it sent
+/// before that can still be read.
+static void push_out(client *c)
 {
   while (c->out.from < c->out.size) {
     ssize_t sent = send(c->fd, c->out.data + c->out.from, (size_t)(c->out.size - c->out.from),
                         MSG_NOSIGNAL | MSG_DONTWAIT);
-    if (sent < 0) return errno == EAGAIN || errno == EINTR;
+    if (sent < 0) {
+      if (errno != EAGAIN && errno != EINTR) bytes_free(&c->out);
+      return;
+    }
     c->out.from += sent;
   }
-  return true;
 }
 
 /// Reads up to CHUNK available bytes. Returns false when the client has disconnected or sent a line
@@ -262,7 +270,7 @@ static bool next_line(const char **line, int64_t *length, int *number, eng_attac
   for (int i = 0; i < CLIENTS; i++) {
     int place = (server->turn + i) % CLIENTS;
     client *c = &server->clients[place];
-    const char *text = c->fd >= 0 ? bytes_line(&c->in, length) : NULL;
+    const char *text = bytes_line(&c->in, length);
     if (!text) continue;
     server->turn = place + 1;    // so that a client that keeps sending does not block the other
                                  // clients
@@ -279,29 +287,27 @@ bool eng_attach_poll(const char **line, int64_t *length, int *number, eng_attach
   struct pollfd wanted[1 + CLIENTS];
   int polled[1 + CLIENTS], n = 1;
   wanted[0] = (struct pollfd){.fd = server->fd, .events = POLLIN};
-  for (int i = 0; i < CLIENTS && server->count > 0; i++) {
+  for (int i = 0; i < CLIENTS; i++) {
     const client *c = &server->clients[i];
+    if (line_end(&c->in)) milliseconds = 0;
     if (c->fd < 0) continue;
     polled[n] = i;
     wanted[n++] = (struct pollfd){
       .fd = c->fd,
       .events = (short)((has_room(c) ? POLLIN : 0) | (c->out.from < c->out.size ? POLLOUT : 0))};
-    if (line_end(&c->in)) milliseconds = 0;
   }
-  if (poll(wanted, (nfds_t)n, milliseconds) <= 0)
-    return server->count > 0 && next_line(line, length, number, server);
+  if (poll(wanted, (nfds_t)n, milliseconds) <= 0) return next_line(line, length, number, server);
   for (int k = 1; k < n; k++) {
     client *c = &server->clients[polled[k]];
     if (wanted[k].revents == 0) continue;
-    bool here = !(wanted[k].revents & (POLLERR | POLLNVAL));
-    if (here && wanted[k].revents & POLLIN) here = pull_in(c);
-    else if (here && wanted[k].revents & POLLHUP) here = false;
-    if (here) here = push_out(c);
-    if (!here) disconnect(server, c);
+    // A client that has closed its end (POLLHUP, POLLERR) leaves once all that it sent is read.
+    bool reads = has_room(c) && wanted[k].revents & (POLLIN | POLLHUP | POLLERR);
+    if (reads && !pull_in(c)) disconnect(server, c);
+    else push_out(c);
   }
   // This comes after the loop, because a client that the loop disconnected has freed a slot.
   if (wanted[0].revents) accept_clients(server);
-  return server->count > 0 && next_line(line, length, number, server);
+  return next_line(line, length, number, server);
 }
 
 static client *find(eng_attach *server, int number)
@@ -317,8 +323,9 @@ void eng_attach_answer(eng_attach *server, int number, const char *text, int64_t
   client *c = find(server, number);
   if (!c) return;
   if (!bytes_add(&c->out, text, size, ENG_ATTACH_ANSWER) ||
-      !bytes_add(&c->out, "\n", 1, ENG_ATTACH_ANSWER) || !push_out(c))
+      !bytes_add(&c->out, "\n", 1, ENG_ATTACH_ANSWER))
     disconnect(server, c);
+  else push_out(c);
 }
 
 bool eng_attach_here(eng_attach *server, int number) { return find(server, number) != NULL; }

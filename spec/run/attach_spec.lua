@@ -349,6 +349,48 @@ describe("engine attach", function()
     ended(pid)
   end)
 
+  it("serves all lines of a client that has sent them and left", function()
+    local path, server = folder .. "/s", ffi.new("eng_attach *[1]")
+    M_ffi.check(C.eng_attach_open(server, path))
+    local line, length = ffi.new("const char *[1]"), ffi.new("int64_t[1]")
+    local number = ffi.new("int[1]")
+    local function send(text)
+      local out = ffi.new("eng_attach_link *[1]")
+      M_ffi.check(C.eng_attach_connect(out, path))
+      M_ffi.check(C.eng_attach_send(out[0], text, #text))
+      return out[0]
+    end
+    local function serve()
+      for _ = 1, 4 do
+        if C.eng_attach_poll(line, length, number, server[0], 10) then
+          C.eng_attach_answer(server[0], number[0], "done", 4)
+          return ffi.string(line[0], length[0])
+        end
+      end
+    end
+    local first = send("1\n2\n")
+    C.eng_attach_leave(first)
+    local second = send("3\n4\n")
+    local served = {}
+    for i = 1, 4 do served[i] = serve() end
+    C.eng_attach_leave(second)           -- without reading the answers
+    table.sort(served)
+    assert.same({ "1", "2", "3", "4" }, served)
+    assert.is_nil(serve())
+    assert.equal(0, C.eng_attach_count(server[0]))
+
+    local third = send("5\n")
+    assert.equal("5", serve())
+    M_ffi.check(C.eng_attach_send(third, "6\n", 2))
+    C.eng_attach_leave(third)            -- with an answer that it has not read
+    assert.equal("6", serve())
+    local many = send((("x"):rep(999) .. "\n"):rep(60))
+    C.eng_attach_leave(many)
+    for _ = 1, 60 do assert.equal(999, #serve()) end
+    assert.is_nil(serve())
+    C.eng_attach_close(server[0])
+  end)
+
   it("on an interrupt, gives up a request that the run does not read", function()
     local path, server = folder .. "/s", ffi.new("eng_attach *[1]")
     M_ffi.check(C.eng_attach_open(server, path))
