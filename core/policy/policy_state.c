@@ -9,6 +9,7 @@
 #include "base/scope.h"
 #include "base/text.h"
 
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -507,7 +508,8 @@ static eng_status take_back(eng_policy *p, const char *at)
       !find_number(&scale, at, "scale") || !policy_is_scale(scale) ||
       !find_number(&clip, at, "clip") || !(clip >= 0) || !f64_is_finite(clip) ||
       !find_number(&lr_mul, at, "lr_mul") || !(lr_mul >= 0) || !f64_is_finite(lr_mul) ||
-      !find_number(&failures, at, "failures"))
+      !find_number(&failures, at, "failures") || !(failures >= 0 && failures <= 0x1p53) ||
+      failures != floor(failures))
     return error_set(ENG_ERR_FORMAT, "policy %s: the saved state is damaged: policy, state, scale, "
                      "scales, clip, lr_mul or failures is missing or not valid", p->name);
   data_read(&item, policy);

@@ -51,6 +51,9 @@ describe("a saved state", function()
     refused((text:gsub("scale=8", "scale=os.exit()")), "damaged")
     refused("{version=1,state={" .. ("{"):rep(100) .. ("}"):rep(100) .. "}}",
       "tables nest too deeply")
+    for _, bad in ipairs { "nan", "-1", "0.5", "1e300", "inf" } do
+      refused((text:gsub("failures=0", "failures=" .. bad)), "missing or not valid")
+    end
     refused("{[nan]=1}", "a key that is nan")
     refused('{["\\999"]=1}', "an escape above")
     assert.has_error(function() p:restore(5) end)
