@@ -20,6 +20,7 @@ typedef struct match {
   eng_policy *policy;
   const char *subject, *end, *pattern;      // subject and pattern end with a zero byte
   size_t      pattern_length;
+  bool        whole;                        // a match must reach the end of the subject
   int         depth, captures;
   struct { const char *begin; ptrdiff_t length; } capture[CAPTURES];
 } match;
@@ -193,7 +194,7 @@ static const char *match_items(match *m, const char *s, const char *p)
   for (;;) {
     step(m);
     switch (*p) {
-      case '\0': return s;
+      case '\0': return !m->whole || s == m->end ? s : NULL;
       case '(':
         return p[1] == ')' ? open_capture(m, s, p + 2, POSITION) : open_capture(m, s, p + 1, OPEN);
       case ')': return close_capture(m, s, p + 1);
@@ -260,6 +261,7 @@ static void begin_match(match *m, lua_State *L)
   m->subject = luaL_checklstring(L, 1, &length);
   m->end = m->subject + length;
   m->pattern = luaL_checklstring(L, 2, &m->pattern_length);
+  m->whole = false;
 }
 
 // Pushes capture i (counted from 0) of the match [s, end). If the pattern has no captures, capture
@@ -441,20 +443,18 @@ void policy_patterns_open(lua_State *L)
 
 // ------------------------------------------------------------------ names
 
-static int match_names(lua_State *L)                         // arguments: nil, pattern
+static int match_names(lua_State *L)                         // argument: pattern
 {
   eng_policy *p = policy_of(L);
-  const char *pattern = luaL_checkstring(L, 2);
-  size_t length = strlen(pattern);
-  bool ends = length > 0 && pattern[length - 1] == '$';
-  lua_pushfstring(L, "%s%s%s", *pattern == '^' ? "" : "^", pattern, ends ? "" : "$");
-  lua_replace(L, 2);
+  const char *pattern = luaL_checkstring(L, 1);
+  match m = {.L = L, .policy = p, .pattern = pattern, .whole = true};
   for (int i = 0; i < p->n_tensors + p->n_groups; ++i) {
-    lua_settop(L, 2);
-    lua_pushstring(L, i < p->n_tensors ? p->tensors[i] : p->groups[i - p->n_tensors]);
-    lua_replace(L, 1);
-    find_or_match(L, true);
-    p->matched[i] = !lua_isnil(L, -1);
+    m.subject = i < p->n_tensors ? p->tensors[i] : p->groups[i - p->n_tensors];
+    m.end = m.subject + strlen(m.subject);
+    const char *end = match_at(&m, m.subject, pattern + (*pattern == '^'));
+    p->matched[i] = end != NULL;
+    if (end) push_captures(&m, 0, m.subject, end);           // refuses "(a"
+    lua_settop(L, 1);
   }
   lua_pushnil(L);
   return 1;
@@ -463,10 +463,9 @@ static int match_names(lua_State *L)                         // arguments: nil, 
 eng_status policy_match_names(eng_policy *p)
 {
   lua_pushcfunction(p->L, match_names);
-  lua_pushnil(p->L);
-  lua_pushvalue(p->L, -3);
+  lua_pushvalue(p->L, -2);
   policy_continue(p);
-  ENG_TRY(policy_call(p, 2));
+  ENG_TRY(policy_call(p, 1));
   lua_pop(p->L, 2);
   return ENG_OK;
 }

@@ -162,6 +162,22 @@ describe("a verdict", function()
     end
   end)
 
+  it("takes a pattern as the whole name, also one that ends in %$", function()
+    local into = M_ffi.new("double[3]")
+    for pattern, want in pairs { ["w%$"] = { 0, 1, 1 }, ["w%$x"] = { 1, 0, 1 },
+      ["^w$"] = { 1, 1, 0 }, ["w%$$"] = { 0, 1, 1 }, ["w"] = { 1, 1, 0 }, ["w.*"] = { 0, 0, 0 },
+      [".-x?"] = { 0, 0, 0 }, ["(w).?$"] = { 0, 1, 0 } } do
+      local p = policy_with("{ scale = 8, lr_muls = { ['" .. pattern .. "'] = 0 } }", '"lr_muls"')
+      p:tensors { "w$", "w$x", "w" }
+      local v = made.decide(p)
+      assert.are.equal(0, v.failed, v:why())
+      assert.truthy(p:each(C.ENG_EACH_LR, into, 3))
+      assert.are.same(want, { into[0], into[1], into[2] }, pattern)
+    end
+    made.fails(policy_with("{ scale = 8, lr_muls = { ['(a'] = 0 } }", '"lr_muls"'),
+      "unfinished capture")
+  end)
+
   it("matches dozens of patterns over a thousand tensors, but not without a limit", function()
     local names = {}
     for i = 1, 1000 do names[i] = ("blocks.%d.attention.output.weight"):format(i) end
