@@ -10,7 +10,7 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { DATA_DEPTH = 32 };       // the most levels of tables that data_parse reads
+enum { DATA_DEPTH = 31 };       // the most levels of tables that data_parse reads
 
 // A value begins with its tag: 'n', then a double; 's', then a uint32 length and the bytes; 't' for
 // true; 'f' for false. A table is '{' (key value)* '}'.

@@ -18,10 +18,10 @@ enum {
   TEXT_VERSION = 1,
   // The most levels of tables in a state; policies/README.md promises this number. Copying a state
   // calls a C function for each level, so without a limit a long chain of tables would overflow the
-  // C stack. A saved text nests deeper, because save puts the state into a table.
+  // C stack. A saved text nests one deeper, because save puts the state into a table.
   STATE_DEPTH = 30
 };
-_Static_assert((int)STATE_DEPTH < DATA_DEPTH, "a saved text can be read again");
+_Static_assert(STATE_DEPTH + 1 == (int)DATA_DEPTH, "restore accepts what a state may be");
 
 // ------------------------------------------------------------------ Lua tables to blobs
 

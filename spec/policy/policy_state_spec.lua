@@ -51,6 +51,8 @@ describe("a saved state", function()
     refused((text:gsub("scale=8", "scale=os.exit()")), "damaged")
     refused("{version=1,state={" .. ("{"):rep(100) .. ("}"):rep(100) .. "}}",
       "tables nest too deeply")
+    refused((text:gsub("n=0", "n=" .. ("{x="):rep(30) .. "1" .. ("}"):rep(30))),
+      "tables nest too deeply")
     for _, bad in ipairs { "nan", "-1", "0.5", "1e300", "inf" } do
       refused((text:gsub("failures=0", "failures=" .. bad)), "missing or not valid")
     end
