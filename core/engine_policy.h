@@ -171,7 +171,7 @@ void eng_policy_limits(int64_t memory, int64_t instructions, double seconds);
 /// Compiles and checks a policy. `file` is the name shown in messages. Options are given as `n`
 /// pairs of text; a value is parsed as the type of the option's default: a number ("0.5", "2^16",
 /// "inf"), "true" or "false", or text. Errors: POLICY, with the file and, if one is known, the
-/// line; MEMORY (also if the file's own code exceeds the limit on memory).
+/// line (also if its own code exceeds the limit on memory); MEMORY.
 eng_status eng_policy_load(eng_policy **out, const char *source, int64_t bytes, const char *file,
                            const char *const *names, const char *const *values, int n);
 /// Frees a policy. NULL is allowed.

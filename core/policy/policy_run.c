@@ -208,9 +208,10 @@ eng_status policy_protected(eng_policy *p, void (*task)(eng_policy *, void *), v
   p->task_argument = argument;
   lua_pushvalue(p->L, SLOT_TASK);
   int failed = lua_pcall(p->L, 0, 1, 0);
+  bool limited = p->running;           // memory then ran out because of the policy's limit
   policy_leave(p);
   if (!failed) return ENG_OK;
-  eng_status status = failed == LUA_ERRMEM && p->used < p->limit ? ENG_ERR_MEMORY : ENG_ERR_POLICY;
+  eng_status status = failed == LUA_ERRMEM && !limited ? ENG_ERR_MEMORY : ENG_ERR_POLICY;
   error_set(status, "%s", policy_error_text(p));
   lua_settop(p->L, SLOT_COUNT);
   return status;

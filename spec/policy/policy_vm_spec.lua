@@ -293,6 +293,22 @@ describe("the sandbox", function()
     assert.truthy(p:save():find("state={n=1,scale=8}", 1, true))
   end)
 
+  it("has one code for running out of its memory, in the file's own code and in init", function()
+    local out = M_ffi.new("eng_policy *[1]")
+    local function status_of(own, init)
+      local source = ("%s return { init = function() %s return { scale = 1 } end, " ..
+        "decide = function() return 1 end }"):format(own, init)
+      local status = C.eng_policy_load(out, source, #source, "p.lua", nil, nil, 0)
+      if status == 0 then status = C.eng_policy_init(out[0]) end
+      C.eng_policy_free(out[0])
+      return status
+    end
+    local hog = "local t = {} for i = 1, 1e6 do t[i] = { i } end"
+    assert.are.equal(0, status_of("", ""))
+    assert.are.equal(C.ENG_ERR_POLICY, status_of(hog, ""))
+    assert.are.equal(C.ENG_ERR_POLICY, status_of("", hog))
+  end)
+
   it("has adjustable limits", function()
     engine.policy.limits { instructions = 1e5, memory = 2 ^ 20 }
     local p, small = with("for i = 1, 2e5 do end return 4"), with("return #('a'):rep(3e5)")
