@@ -355,8 +355,9 @@ eng_status eng_run_into(eng_op_call *call, const eng_tensor *target)
             "writes: input %d shares the memory of the output %s; hint: x:contiguous() is a copy",
             k + 1, tensor_text(y));
   }
+  const char *name = eng_op_name(call->op);
   FAIL_IF(!op_takes_target(call->op), ENG_ERR_VALUE, "%s cannot write into a given tensor; hint: "
-          "copy the result into the tensor", eng_op_name(call->op));
+          "copy the result into the tensor", name ? name : "an unknown operation");
   FAIL_IF(!dtype_is_float(y->dtype) || !tensor_contiguous(y), ENG_ERR_SHAPE,
           "expected a contiguous floating-point tensor to write into, got %s%s", tensor_text(y),
           tensor_contiguous(y) ? "" : " with gaps or in another order");

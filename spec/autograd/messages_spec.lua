@@ -31,6 +31,13 @@ describe("the core's message", function()
     end
   end)
 
+  it("says that an operation to write into a tensor is unknown", function()
+    local call = M_ffi.new("eng_op_call")
+    call.op = 9999
+    assert.are_not.equal(0, C.eng_run_into(call, engine.zeros(2)))
+    assert.matches("^an unknown operation cannot write into a given tensor", M_ffi.message())
+  end)
+
   it("counts dimensions from 1", function()
     assert.equal("gather_grad: dy f32 [2 x 3] and the index i64 [2 x 3] do not fit dx [1 x 3] " ..
       "along dimension 2", run("gather_grad", { engine.zeros(2, 3), engine.zeros(2, 3, "i64") },
