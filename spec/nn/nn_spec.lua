@@ -50,6 +50,36 @@ describe("a module", function()
     assert.equal(1, select(2, tostring(net):gsub("head: embedding", "")))
   end)
 
+  it("trains what replaces a plain value, but not state that a forward pass keeps", function()
+    local net = nn.class("Net")()
+    for _, key in ipairs { "act", "scale", "mean", "state" } do net[key] = false end
+    net.act = nn.linear(2, 2)
+    net.scale = engine.ones(2, { keep = true }):requires_grad(true)
+    net:buffer("mean", engine.zeros(2, { keep = true }))
+    net.state = engine.zeros(2, { keep = true })
+    assert.same({ "act.weight", "act.bias", "scale", "mean" }, names(net))
+    net.act = nil
+    net.act = nn.linear(2, 2)
+    assert.same({ "act.weight", "act.bias", "scale", "mean" }, names(net))
+  end)
+
+  it("refuses to contain itself or to hide modules also if the field had a value", function()
+    local net = nn.class("Net")()
+    net.a, net.b, net.c = nn.linear(2, 2), 1, { "text" }
+    net.a = net
+    for _, call in ipairs { net.parameters, net.train, tostring } do
+      assert.error_matches(function() call(net) end, "Net.a: a module cannot contain itself")
+    end
+    for _, key in ipairs { "a", "b", "c" } do
+      net.a, net.b, net.c = nn.linear(2, 2), 1, { "text" }
+      net[key] = { nn.linear(2, 2) }
+      for _ = 1, 2 do
+        assert.error_matches(function() net:parameters() end,
+          "Net." .. key .. ": a plain table hides its modules")
+      end
+    end
+  end)
+
   it("has fields with its own modules in a table, or with an optimizer", function()
     local model = nn.class("Keeper")()
     model.q = nn.linear(2, 3)

@@ -83,12 +83,42 @@ local function forward(self, ...)
   return results(outside, forward_of(self, ...))
 end
 
--- The path from `root` to `wanted` in the tree of modules, or nil.
-local function path_to(root, wanted)
+--- Whether x is a module.
+local function is_module(x) return type(x) == "table" and rawget(x, "_order") ~= nil end
+M.is_module = is_module
+
+-- Whether a tensor that replaced a plain value in the field `key` is a parameter or a buffer. State
+-- that a forward pass keeps in such a field is neither.
+local info = M_ffi.new("eng_tensor_info")
+local function is_trained(self, key, x)
+  return self._roles[key] or C.eng_info(info, x) == 0 and info.requires_grad ~= 0
+    and info.is_leaf ~= 0
+end
+
+-- Returns the keys of the modules and tensors in their order. Lua calls `assign` only for the first
+-- value of a field, so a field whose first value was plain is registered here.
+local function order_of(self)
+  local plain, order, registered = {}, self._order, self._registered
+  for _, key in ipairs(self._plain) do
+    local value = rawget(self, key)
+    if is_module(value) or is_tensor(value) and is_trained(self, key, value) then
+      if registered[key] ~= true then order[#order + 1] = key end
+      registered[key] = true
+    else plain[#plain + 1] = key end
+  end
+  if #plain < #self._plain then rawset(self, "_plain", plain) end
+  return order
+end
+
+-- The path from `root` to `wanted` in the tree of modules, or nil. seen: the modules searched.
+local function path_to(root, wanted, seen)
   if root == wanted then return "" end
-  for _, key in ipairs(root._order) do
+  seen = seen or {}
+  if seen[root] then return nil end
+  seen[root] = true
+  for _, key in ipairs(order_of(root)) do
     local child = rawget(root, key)
-    local rest = type(child) == "table" and path_to(child, wanted)
+    local rest = is_module(child) and path_to(child, wanted, seen)
     if rest then return rest == "" and tostring(key) or tostring(key) .. "." .. rest end
   end
 end
@@ -169,25 +199,33 @@ end
 local Module = nearest.guard_elsewhere({}, "a module")
 M.Module = Module
 
---- Whether x is a module.
-local function is_module(x) return type(x) == "table" and rawget(x, "_order") ~= nil end
-M.is_module = is_module
+local function refuse_itself(bad, self, key)
+  raise_if(bad, "%s.%s: a module cannot contain itself", self._class, tostring(key))
+end
+
+-- Raises an error if `value` is a plain table that holds a module which `self` does not contain.
+local function refuse_hidden(self, key, value)
+  if type(value) ~= "table" or getmetatable(value) then return end   -- an optimizer has a metatable
+  if self._checked[key] == value then return end
+  for _, entry in pairs(value) do
+    raise_if(is_module(entry) and not path_to(self, entry), "%s.%s: a plain table hides its " ..
+      "modules, so their parameters would not be trained; hint: nn.list { ... } or " ..
+      "nn.sequential { ... }", self._class, tostring(key))
+  end
+  self._checked[key] = value
+end
 
 -- Stores a value in the module. The keys of modules and tensors also go to `_order`, in the order
--- of their first assignment. Lua calls this function only for a key that has no value yet.
+-- of their first assignment, and all others to `_plain`. Lua calls this function only for a key
+-- that has no value yet; order_of and walk check values that replace others.
 local function assign(self, key, value)
-  raise_if(is_module(value) and path_to(value, self), "%s.%s: a module cannot contain itself",
-    self._class, tostring(key))
-  if is_module(value) or is_tensor(value) then
-    local order, known = self._order, false
-    for _, k in ipairs(order) do known = known or k == key end   -- a removed key stays in the order
-    if not known then order[#order + 1] = key end
-  elseif type(value) == "table" and not getmetatable(value) then     -- an optimizer has a metatable
-    for _, entry in pairs(value) do
-      raise_if(is_module(entry) and not path_to(self, entry), "%s.%s: a plain table hides its " ..
-        "modules, so their parameters would not be trained; hint: nn.list { ... } or " ..
-        "nn.sequential { ... }", self._class, tostring(key))
-    end
+  if is_module(value) then refuse_itself(path_to(value, self), self, key) end
+  refuse_hidden(self, key, value)
+  local known = self._registered[key]       -- nil, "plain" or true; a removed key keeps its place
+  if (is_module(value) or is_tensor(value)) and known ~= true then
+    self._order[#self._order + 1], self._registered[key] = key, true
+  elseif value ~= nil and known == nil then
+    self._plain[#self._plain + 1], self._registered[key] = key, "plain"
   end
   rawset(self, key, value)
 end
@@ -203,8 +241,8 @@ function M.class(name)
     return Module[key]
   end, __tostring = function(self) return Module.describe(self) end }
   return setmetatable(class, { __call = function(_, ...)
-    local self = setmetatable({ _order = {}, _roles = {}, _training = true, _class = name },
-      instance)
+    local self = setmetatable({ _order = {}, _plain = {}, _registered = {}, _checked = {},
+      _roles = {}, _training = true, _class = name }, instance)
     if class.init then class.init(self, ...) end
     return self
   end })
@@ -285,12 +323,19 @@ function M.build_shapes(make, ...)
   return within(function() only_shapes = true end, function() only_shapes = false end, make, ...)
 end
 
-local function walk(self, prefix, visit)
-  for _, key in ipairs(self._order) do
+-- Calls visit(path, tensor, owner, key) for every tensor. above: the modules around `self`.
+local function walk(self, prefix, visit, above)
+  above[self] = true
+  for _, key in ipairs(order_of(self)) do
     local value, path = rawget(self, key), prefix .. tostring(key)
-    if is_module(value) then walk(value, path .. ".", visit)
-    elseif is_tensor(value) then visit(path, value, self, key) end
+    if is_module(value) then
+      refuse_itself(above[value], self, key)
+      walk(value, path .. ".", visit, above)
+    elseif is_tensor(value) then visit(path, value, self, key)
+    else refuse_hidden(self, key, value) end
   end
+  for _, key in ipairs(self._plain) do refuse_hidden(self, key, rawget(self, key)) end
+  above[self] = nil
 end
 
 --- All parameters and buffers in order, a list of { name, tensor, role, owner }; `owner` is the
@@ -305,7 +350,7 @@ function Module:parameters()
       list[#list + 1] = { name = name, tensor = value, role = owner._roles[key] or "linear",
         owner = owner }
     end
-  end)
+  end, {})
   return list
 end
 
@@ -323,9 +368,10 @@ end
 function Module:apply(visit, path)
   if not path then
     arguments.want_function(visit, "apply", "model:apply(function(module, path) ... end)")
+    walk(self, "", function() end, {})
   end
   visit(self, path or "")
-  for _, key in ipairs(self._order) do
+  for _, key in ipairs(order_of(self)) do
     local child = rawget(self, key)
     if is_module(child) then
       child:apply(visit, (path and path ~= "" and path .. "." or "") .. tostring(key))
@@ -460,7 +506,7 @@ end
 -- 12: the same").
 local function describe(self, indent, lines)
   local above, first
-  for _, key in ipairs(self._order) do
+  for _, key in ipairs(order_of(self)) do
     local child = rawget(self, key)
     if is_module(child) then
       local inner = {}
@@ -483,9 +529,9 @@ end
 --- The tree of modules and the number of parameters, as text. Says how many of these get no
 --- gradient: they are frozen, or tensors that were assigned without requires_grad.
 function Module:describe()
-  local lines, fixed = { title(self) }, 0
+  local lines, fixed, list = { title(self) }, 0, self:parameters()
   describe(self, "  ", lines)
-  for _, p in ipairs(self:parameters()) do
+  for _, p in ipairs(list) do
     if p.role ~= "buffer" and arguments.info(p.tensor).requires_grad == 0 then
       fixed = fixed + p.tensor.count
     end
