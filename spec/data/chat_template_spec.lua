@@ -54,6 +54,18 @@ describe("a chat template", function()
     assert.equal("a!<s>", t:apply_chat_template { { role = "user", content = "a" } })
   end)
 
+  it("and its tokens are read from large files", function()
+    local many = { added = ("x"):rep(1.4e6) }
+    local t = tokenizer("{{ bos_token }}", many)
+    assert.equal("<s>", t:apply_chat_template { { role = "user" } })
+    helper.write(folder .. "/chat_template.jinja", "{{ bos_token }}!")
+    assert.equal("<s>!", engine.tokenizer(folder):apply_chat_template { { role = "user" } })
+    helper.write(folder .. "/chat_template.jinja", ("x"):rep(2 ^ 20 + 1))
+    t = engine.tokenizer(folder)
+    assert.error_matches(function() t:apply_chat_template { { role = "user" } } end,
+      "has 1048577 bytes, expected at most 1048576")
+  end)
+
   it("reads further variables that the caller gives", function()
     local t = tokenizer "{{ 'yes' if think is defined and think else 'no' }}"
     assert.equal("no", t:apply_chat_template { { role = "user" } })

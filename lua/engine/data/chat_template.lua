@@ -11,6 +11,7 @@ local expect, raise, raise_if, value_text = M_ffi.expect, M_ffi.raise, M_ffi.rai
 
 local M = {}
 local MOST_BYTES = 2 ^ 20      -- the most bytes of a template
+local FILE_BYTES = 2 ^ 26      -- a larger file is refused
 local TOKENS = { "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token",
   "mask_token" }
 
@@ -26,10 +27,20 @@ local function value_of(x, depth)
   return (x[1] ~= nil or next(x) == nil) and jinja.list(out) or out
 end
 
+-- Returns the text of a file, or nil if there is none. Lists of added tokens can make a
+-- tokenizer_config.json larger than what file.read accepts.
+local function text_of(path)
+  if not file.exists(path) then return nil end
+  local mapping = file.map(path)
+  raise_if(mapping.size > FILE_BYTES, "tokenizer: %s has %.0f bytes, expected at most %.0f", path,
+    tonumber(mapping.size), FILE_BYTES)
+  return M_ffi.string(mapping.data, mapping.size)
+end
+
 -- Returns the text of the folder's template, and the special tokens by their names.
 local function read(folder)
   local path = folder .. "/tokenizer_config.json"
-  local text, config = file.read(path), {}
+  local text, config = text_of(path), {}
   if text then
     local good, data = pcall(cjson.decode, text)
     if not good or type(data) ~= "table" then raise("tokenizer: %s is not a JSON object", path) end
@@ -41,7 +52,7 @@ local function read(folder)
     if type(token) == "table" then token = token.content end
     if type(token) == "string" then tokens[name] = token end
   end
-  local template = file.read(folder .. "/chat_template.jinja") or config.chat_template
+  local template = text_of(folder .. "/chat_template.jinja") or config.chat_template
   for _, named in ipairs(type(template) == "table" and template or {}) do
     if type(named) == "table" and named.name == "default" then template = named.template end
   end
