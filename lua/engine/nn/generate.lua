@@ -132,6 +132,18 @@ local function next_logits(model, rows, n, apart)
   return logits:to("f32")
 end
 
+-- Calls progress(done, all), which must not yield: the caches and the scope of the generation would
+-- stay open while other code runs.
+local function report(progress, done, all)
+  local thread, is_main = coroutine.running()
+  if not thread or is_main then return progress(done, all) end
+  local inner = coroutine.create(progress)
+  local good, message = coroutine.resume(inner, done, all)
+  if not good then error(message, 0) end
+  raise_if(coroutine.status(inner) ~= "dead", "generate: expected progress to return, but it " ..
+    "yielded; hint: store the count in progress and yield after generate has returned")
+end
+
 -- Appends up to o.max_tokens tokens to each of `rows`, lists of tokens. A row ends at its first
 -- stop token.
 local function extend(model, rows, o)
@@ -149,7 +161,7 @@ local function extend(model, rows, o)
       end
     end)
     local over = open == 0 or C.eng_interrupted() > 0
-    if o.progress then o.progress(i - n + 1, over and i - n + 1 or o.max_tokens) end
+    if o.progress then report(o.progress, i - n + 1, over and i - n + 1 or o.max_tokens) end
     if over then break end
   end
   for r, row in ipairs(rows) do rows[r] = { unpack(row, 1, ends[r] or #row) } end
@@ -202,8 +214,8 @@ end
 --- a loaded model stops at its eos_token_id unless `stop` is given. Draws from the engine's
 --- generator; `seed` seeds it for this call only. cache = false computes the keys and values of all
 --- tokens again for each new token. progress: a function(done, all) that is called after each new
---- token. done: how many new tokens each sequence has; all: max_tokens, but equal to `done` in the
---- last call.
+--- token; it must not yield. done: how many new tokens each sequence has; all: max_tokens, but
+--- equal to `done` in the last call.
 local function generate(model, tokens, options, more)
   if type(options) == "number" then   -- generate(tokens, count [, options])
     options = arguments.merged({ max_tokens = options },
