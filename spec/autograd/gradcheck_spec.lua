@@ -68,6 +68,11 @@ describe("the gradient of", function()
     engine.gradcheck(function(x) return x * x + x:exp() end, { random(3, 3) })
   end)
 
+  it("an input may be checked again", function()
+    local x = random(3)
+    for _ = 1, 2 do engine.gradcheck(function(y) return y * y end, { x }) end
+  end)
+
   it("an operation written in Lua is what its Lua function returns", function()
     local cube = engine.custom {
       forward = function(saved, x) saved.x = x return x * x * x end,

@@ -6,7 +6,7 @@ local arguments = require "engine.base.arguments"
 local autograd = require "engine.tensor.autograd"
 local tensor = require "engine.tensor.tensor"
 
-local expect, raise_if = M_ffi.expect, M_ffi.raise_if
+local C, check, expect, raise_if = M_ffi.C, M_ffi.check, M_ffi.expect, M_ffi.raise_if
 local M = {}
 
 local function weighted_sum(f, inputs, weights)
@@ -23,9 +23,9 @@ end
 
 local OPTIONS = { eps = 1e-6, tolerance = 1e-6, samples = 64 }
 
---- Checks the gradients of f with respect to every f64 input, which must not have a gradient from
---- an earlier backward pass. Returns the largest deviation, relative to 1 + |gradient|. Raises an
---- error that names the element if a deviation exceeds the tolerance. Options:
+--- Checks the gradients of f with respect to every f64 input, whose gradients from earlier backward
+--- passes it drops. Returns the largest deviation, relative to 1 + |gradient|. Raises an error that
+--- names the element if a deviation exceeds the tolerance. Options:
 ---   eps         the step of the finite differences; by default 1e-6
 ---   tolerance   the largest relative deviation allowed; by default 1e-6
 ---   samples     an input with twice as many elements or more is checked only at evenly spaced
@@ -44,6 +44,7 @@ function M.check(f, inputs, options)
     if x.dtype == "f64" then
       checked = checked + 1
       x:requires_grad(true)
+      check(C.eng_clear_gradient(x))
     end
   end
   raise_if(checked == 0,
