@@ -170,3 +170,13 @@ describe("a chat template", function()
       "expected a list of messages { role =, content = }, got")
   end)
 end)
+    local many = {}
+    for i = 1, 1e4 do many[i] = i end
+    for _, value in ipairs { "x.strip()", "x.upper()", "x.split('a')", "x.split('zz')", "part in x",
+      "x.startswith(x)", "many + many" } do
+      local began = os.clock()
+      local template = ("{%% for i in many %%}{%% set y = %s %%}{%% endfor %%}"):format(value)
+      assert.matches("more than 1000000 operations", select(2, jinja.read(template) {
+        x = ("a "):rep(2 ^ 19), part = ("a "):rep(2 ^ 18) .. "b", many = jinja.list(many) }))
+      assert.is_true(os.clock() - began < 5, value)
+    end

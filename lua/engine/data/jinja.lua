@@ -14,8 +14,7 @@ local M = {}
 local List, NONE = {}, {}
 M.NONE = NONE
 -- The most operations of a rendering, and the most bytes of a text that it makes. These limits stop
--- endless templates. The methods of texts and the sums of lists do not count what they copy, so a
--- template can still take minutes.
+-- endless templates within seconds.
 local OPERATIONS, BYTES = 1e6, 2 ^ 24
 local operations, printed
 
@@ -84,23 +83,37 @@ for _, c in ipairs { "\194\133", "\194\160", "\225\154\128", "\226\128\168", "\2
 for i = 128, 138 do SPACES["\226\128" .. string.char(i)] = true end
 
 local function strip(s, left, right, given)
-  local set, all = SPACES, characters(s)
+  local set, from, to = SPACES, 1, #s
   if given ~= nil and given ~= NONE then
     set = {}
     for _, c in ipairs(characters(given)) do set[c] = true end
   end
-  local from, to = 1, #all
-  while left and from <= to and set[all[from]] do from = from + 1 end
-  while right and to >= from and set[all[to]] do to = to - 1 end
-  return table.concat(all, "", from, to)
+  local first = s:match("^[%z\1-\127\192-\255][\128-\191]*")
+  while left and set[first] do
+    from = from + #first
+    first = s:match("^[%z\1-\127\192-\255][\128-\191]*", from)
+  end
+  while right and to >= from do
+    local at = to
+    while at > from and s:find("^[\128-\191]", at) do at = at - 1 end
+    if not set[s:sub(at, to)] then break end
+    to = at - 1
+  end
+  spend((#s - (to - from)) / 16)
+  return bounded(s:sub(from, to))
 end
+
+-- Counts the operations of a search for `part` in s.
+local function spend_search(s, part) spend(#s / 1024 * (1 + #part / 64)) end
 
 local function split(s, at)
   if at == nil or at == "" then
     fail("split: expected a separator, got %s", at and "an empty text" or "nothing")
   end
   local parts, from = {}, 1
+  spend_search(s, at)
   while true do
+    spend(1 / 16)
     local first, last = s:find(at, from, true)
     parts[#parts + 1] = s:sub(from, (first or #s + 1) - 1)
     if not first then return list(parts) end
@@ -131,14 +144,29 @@ local function sequence(x)
   return fail("expected a list, a dict or a text, got %s", kind(x))
 end
 
+-- Whether f(x) is true for `given`, a text, or for one of its items, a tuple of texts.
+local function any_of(given, f)
+  for _, x in ipairs(is_list(given) and given or { given == nil and NONE or given }) do
+    if type(x) ~= "string" then fail("expected a text or a tuple of texts, got %s", kind(x)) end
+    spend(#x / 1024)
+    if f(x) then return true end
+  end
+  return false
+end
+
 local METHODS = {
   strip = function(s, c) return strip(s, true, true, c) end,
   lstrip = function(s, c) return strip(s, true, false, c) end,
   rstrip = function(s, c) return strip(s, false, true, c) end,
   split = split, replace = replace,
-  upper = function(s) return s:upper() end, lower = function(s) return s:lower() end,
-  startswith = function(s, with) return s:sub(1, #with) == with end,
-  endswith = function(s, with) return with == "" or s:sub(-#with) == with end,
+  upper = function(s) return bounded(s:upper()) end,
+  lower = function(s) return bounded(s:lower()) end,
+  startswith = function(s, with)
+    return any_of(with, function(x) return s:sub(1, #x) == x end)
+  end,
+  endswith = function(s, with)
+    return any_of(with, function(x) return x == "" or s:sub(-#x) == x end)
+  end,
 }
 local DICT_METHODS = {
   get = function(d, key, default)
@@ -230,7 +258,11 @@ local function equal(a, b)
 end
 
 local function contains(a, x)
-  if type(x) == "string" then return type(a) == "string" and x:find(a, 1, true) ~= nil end
+  if type(x) == "string" then
+    if type(a) ~= "string" then fail("expected a text before `in` and a text, got %s", kind(a)) end
+    spend_search(x, a)
+    return x:find(a, 1, true) ~= nil
+  end
   if is_dict(x) then return x[a] ~= nil end
   for _, item in ipairs(sequence(x)) do
     if equal(item, a) then return true end
@@ -252,6 +284,7 @@ local BINARY = {
     if type(a) == "string" and type(b) == "string" then return bounded(a .. b) end
     if is_list(a) and is_list(b) then
       local all = {}
+      spend((#a + #b) / 16)
       for _, x in ipairs(a) do all[#all + 1] = x end
       for _, x in ipairs(b) do all[#all + 1] = x end
       if #all > BYTES / 64 then fail("a list has more than %d items", BYTES / 64) end
