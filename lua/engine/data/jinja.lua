@@ -2,13 +2,15 @@
 -- settings (trim_blocks and lstrip_blocks are on). A template becomes a function that converts
 -- variables to a text. The supported statements are `for` (with `if`, `else`, `loop`, `break`,
 -- `continue`), `if`, `set` (of a name, a namespace's field or a block) and `generation`. All of
--- Jinja's operators are supported except **, / and the unary +, but comparisons cannot be chained
--- (1 < x < 3), arithmetic and < > <= >= need numbers (+ also joins texts and lists), a slice has a
--- step of 1 or -1, and a tuple needs parentheses. The tables below have the supported methods,
--- filters and tests. Most unsupported features are errors that name the template's line; further
--- arguments of a method are ignored, and a chained == compares with the result of the first one.
+-- Jinja's operators are supported except **, / and the unary +, but arithmetic and < > <= >= need
+-- numbers (+ also joins texts and lists), a slice has a step of 1 or -1, and a tuple needs
+-- parentheses. The tables below have the supported methods, filters and tests. Most unsupported
+-- features are errors that name the template's line. There are no integers apart from floats, so a
+-- template with a number such as 2.5 cannot print a whole number, which could be 2.0.
 -- Values are Lua values; a list is a table with the metatable List, None is the value NONE, and
 -- undefined is nil. Called by chat_template.lua.
+local show = require "engine.base.show"
+
 local M = {}
 
 local List, NONE = {}, {}
@@ -17,6 +19,7 @@ M.NONE = NONE
 -- endless templates within seconds.
 local OPERATIONS, BYTES = 1e6, 2 ^ 24
 local operations, printed
+local has_floats      -- whether a number with a point is in the template that runs
 
 local function list(items) return setmetatable(items, List) end
 M.list = list
@@ -50,13 +53,21 @@ local function print_to(out, text)
   out[#out + 1] = text
 end
 
--- Converts a value to the text that a template prints, as Python's str() does, but a whole number
--- never has ".0" and lists cannot be printed.
+-- Converts a number to text as Python's str() does. Refuses numbers that may be printed otherwise.
+local function number_text(x)
+  local whole = x % 1 == 0
+  if x - x ~= 0 or whole and (has_floats or math.abs(x) >= 2 ^ 53) then
+    fail("cannot print the number %g; supported: whole numbers below 2^53 in a template " ..
+      "without a number such as 2.5, and numbers with a fraction", x)
+  end
+  return whole and ("%.0f"):format(x) or show.exact(x)
+end
+-- Converts a value to the text that a template prints, as Python's str() does; lists are refused.
 local function text_of(x)
   if type(x) == "string" then return x end
   if x == nil then return "" end
   if x == true then return "True" elseif x == false then return "False" end
-  if type(x) == "number" then return ("%.14g"):format(x) end
+  if type(x) == "number" then return number_text(x) end
   if x == NONE then return "None" end
   return fail("cannot print %s; supported: texts, numbers, booleans, None", kind(x))
 end
@@ -106,24 +117,32 @@ end
 -- Counts the operations of a search for `part` in s.
 local function spend_search(s, part) spend(#s / 1024 * (1 + #part / 64)) end
 
-local function split(s, at)
-  if at == nil or at == "" then
-    fail("split: expected a separator, got %s", at and "an empty text" or "nothing")
+-- Splits s at the first `most` places where `at` is, or at all of them.
+local function split(s, at, most)
+  most = (most == nil or most == NONE or most < 0) and math.huge or most
+  if type(at) ~= "string" or at == "" then
+    fail("split: expected a separator, got %s", at == "" and "an empty text"
+      or at == nil and "nothing" or kind(at))
+  end
+  if most ~= nil and most ~= NONE and type(most) ~= "number" then
+    fail("expected a number of places, got %s", kind(most))
   end
   local parts, from = {}, 1
   spend_search(s, at)
   while true do
     spend(1 / 16)
-    local first, last = s:find(at, from, true)
+    local first, last
+    if #parts < most then first, last = s:find(at, from, true) end
     parts[#parts + 1] = s:sub(from, (first or #s + 1) - 1)
     if not first then return list(parts) end
     from = last + 1
   end
 end
 
-local function replace(s, old, new)
+local function replace(s, old, new, most)
   if old == "" then fail("replace: expected a text to replace, got an empty one") end
-  return bounded(table.concat(split(s, old), new))
+  if type(new) ~= "string" then fail("replace: expected a new text, got %s", kind(new)) end
+  return bounded(table.concat(split(s, old, most), new))
 end
 
 local function sequence(x)
@@ -168,6 +187,14 @@ local METHODS = {
     return any_of(with, function(x) return x == "" or s:sub(-#x) == x end)
   end,
 }
+-- The most arguments of methods and filters that take any.
+local MOST = { strip = 1, lstrip = 1, rstrip = 1, split = 2, replace = 3, startswith = 1,
+  endswith = 1, get = 2, trim = 1, join = 1, default = 2, d = 2 }
+local function want_few(name, n)
+  local most = MOST[name] or 0
+  if n > most then fail("%s: expected at most %d arguments, got %d", name, most, n) end
+end
+
 local DICT_METHODS = {
   get = function(d, key, default)
     if d[key] ~= nil then return d[key] end
@@ -299,7 +326,11 @@ for op, f in pairs { ["-"] = function(a, b) return a - b end,
   ["%"] = function(a, b) return a % b end, ["<"] = function(a, b) return a < b end,
   [">"] = function(a, b) return a > b end, ["<="] = function(a, b) return a <= b end,
   [">="] = function(a, b) return a >= b end } do
-  BINARY[op] = function(a, b) numbers(op, a, b) return f(a, b) end
+  BINARY[op] = function(a, b)
+    numbers(op, a, b)
+    if b == 0 and (op == "//" or op == "%") then fail("cannot compute %s by zero", op) end
+    return f(a, b)
+  end
 end
 
 -- ------------------------------------------------------------------ expressions
@@ -338,6 +369,7 @@ local function tokens_of(source)
       local op = not word and not number and (source:match("^[=!<>]=", at)
         or source:match("^//", at) or source:match("^[%+%-%*/%%~<>%(%)%[%]{}%.,:|=]", at))
       if not (word or number or op) then fail("expected an expression, got '%s'", c) end
+      if number and number:find(".", 1, true) then has_floats = true end
       all[#all + 1] = word and { "name", word } or number and { "number", tonumber(number) }
         or { "op", op }
       at = at + #(word or number or op)
@@ -427,15 +459,16 @@ end
 function Parser:call(name)
   local args, n, named = self:arguments ")"
   return function(scope)
-    if name == "namespace" then
+    if name == "namespace" and n == 0 then
       local space = {}
       for key, value in pairs(named) do space[key] = value(scope) end
       return space
     end
     local f = scope[name]
     if type(f) ~= "function" then
-      fail("there is no function '%s'; supported: namespace, raise_exception", name)
+      fail("there is no function '%s'; supported: namespace(name=value), raise_exception", name)
     end
+    if next(named) then fail("the argument '%s' of '%s' is not supported", next(named), name) end
     return applied(f, args, n)(scope)
   end
 end
@@ -470,11 +503,14 @@ function Parser:primary()
 end
 
 function Parser:method(x, name)
+  local args, n, named = self:arguments(")", x)
   return applied(function(object, ...)
     local f = type(object) == "string" and METHODS[name] or is_dict(object) and DICT_METHODS[name]
     if not f then fail("%s has no supported method '%s'", kind(object), name) end
+    if next(named) then fail("the argument '%s' of '%s' is not supported", next(named), name) end
+    want_few(name, n - 1)
     return f(object, ...)
-  end, self:arguments(")", x))
+  end, args, n)
 end
 
 function Parser:subscript(x)
@@ -494,6 +530,7 @@ function Parser:filter(x)
   if next(named) then
     fail("the argument '%s' of the filter '%s' is not supported", next(named), name)
   end
+  want_few(name, n - 1)
   return applied(f, args, n)
 end
 
@@ -503,22 +540,24 @@ function Parser:test(x)
   return applied(function(value) return (f(value) and true or false) ~= negated end, { x }, 1)
 end
 
-function Parser:postfix()
-  local x = self:primary()
+-- Parses what follows the operand x. In an `inner` operand, filters and tests are left to the minus
+-- before it: -x|f is (-x)|f.
+function Parser:postfix(x, inner)
   while true do
     if self:accept "." then
       local name = self:name()
       x = self:accept "(" and self:method(x, name) or applied(item_of, { x, constant(name) }, 2)
     elseif self:accept "[" then x = self:subscript(x)
+    elseif inner then return x
     elseif self:accept "|" then x = self:filter(x)
     elseif self:accept "is" then x = self:test(x)
     else return x end
   end
 end
 
-function Parser:unary()
-  if not self:accept "-" then return self:postfix() end
-  return applied(function(x) return -x end, { self:unary() }, 1)
+function Parser:unary(inner)
+  if not self:accept "-" then return self:postfix(self:primary(), inner) end
+  return self:postfix(applied(BINARY["-"], { constant(0), self:unary(true) }, 2), inner)
 end
 
 -- Binary operators, from the lowest precedence to the highest. The prefix `not` has a precedence
@@ -526,27 +565,48 @@ end
 local LEVELS = { { "or" }, { "and" }, { "==", "!=", "<", ">", "<=", ">=", "in", "not" },
   { "+", "-" }, { "~" }, { "*", "//", "%" } }
 local COMPARISONS = 3
+
+-- Returns the comparison of a with the values in `rest`, a list of { function, expression }. As in
+-- Python, a < b < c is a < b and b < c.
+local function chained(a, rest)
+  return function(scope)
+    local left = a(scope)
+    for _, part in ipairs(rest) do
+      local right = part[2](scope)
+      if not part[1](left, right) then return false end
+      left = right
+    end
+    return true
+  end
+end
+
 function Parser:binary(level)
   if not LEVELS[level] then return self:unary() end
   if level == COMPARISONS and self:accept "not" then
     return applied(function(x) return not truth(x) end, { self:binary(level) }, 1)
   end
-  local a = self:binary(level + 1)
+  local a, rest = self:binary(level + 1), {}
   while true do
     local op
     for _, candidate in ipairs(LEVELS[level]) do
       if not op and self:accept(candidate) then op = candidate end
     end
-    if not op then return a end
+    if not op then return rest[1] and chained(a, rest) or a end
     if op == "not" then
       self:want "in"
       op = "not in"
     end
     local f, x, y = BINARY[op], a, self:binary(level + 1)
-    a = f and applied(f, { x, y }, 2) or function(scope)     -- `and` and `or` short-circuit
-      local value = x(scope)
-      if truth(value) == (op == "or") then return value end
-      return y(scope)
+    if level == COMPARISONS then
+      rest[#rest + 1] = { f, y }
+    elseif f then
+      a = applied(f, { x, y }, 2)
+    else
+      a = function(scope)                                        -- `and` and `or` short-circuit
+        local value = x(scope)
+        if truth(value) == (op == "or") then return value end
+        return y(scope)
+      end
     end
   end
 end
@@ -573,8 +633,7 @@ end
 -- ------------------------------------------------------------------ the template's parts
 
 -- Splits a template into a list of { kind, text, line }; the kinds are "text", "{{" and "{%". Trims
--- white space as trim_blocks, lstrip_blocks and the signs of the tags require, but a + at the end
--- of a tag does not keep the line end after it.
+-- white space as trim_blocks, lstrip_blocks and the signs of the tags require.
 local function parts_of(source)
   local parts, at, line, trim = {}, 1, 1, false
   source = source:gsub("\r\n", "\n"):gsub("\n$", "")
@@ -615,11 +674,12 @@ local function parts_of(source)
       i = i + 1
     end
     local inner = source:sub(first, i - 1)
-    trim = inner:sub(-1) == "-"
-    if inner:find "[-+]$" then inner = inner:sub(1, -2) end
+    local last = inner:match(open == "{{" and "%-$" or "[-+]$")
+    trim = last == "-"
+    if last then inner = inner:sub(1, -2) end
     if open ~= "{#" then parts[#parts + 1] = { open, inner, line } end
     line, at = line + select(2, inner:gsub("\n", "")), i + 2
-    if not trim and open ~= "{{" and source:sub(at, at) == "\n" then at, line = at + 1, line + 1 end
+    if not last and open ~= "{{" and source:sub(at, at) == "\n" then at, line = at + 1, line + 1 end
   end
 end
 
@@ -696,6 +756,7 @@ STATEMENTS["for"] = function(state, p)
     for i, own in ipairs(scopes) do
       spend(1)
       own.loop = { index = i, index0 = i - 1, first = i == 1, last = i == #all, length = #all,
+        revindex = #all - i + 1, revindex0 = #all - i, depth = 1, depth0 = 0,
         previtem = all[i - 1], nextitem = all[i + 1] }
       if body(own, out) == "break" then break end
     end
@@ -774,12 +835,15 @@ end
 --- fails, nil and the reason. If the template cannot be parsed, M.read returns nil and the reason.
 function M.read(source)
   local state = { at = 0 }
+  has_floats = false
   local body, problem = guarded(state, function()
     state.parts = parts_of(source)
     return (block(state, {}))
   end)
+  local floats = has_floats
   if not body then return nil, problem end
   return function(variables)
+    has_floats = floats
     return guarded(state, function()
       local out = {}
       body(setmetatable({}, { __index = variables }), out)
