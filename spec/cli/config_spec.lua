@@ -168,6 +168,19 @@ describe("config", function()
     helper.remove(folder)
   end)
 
+  it("checks the items of an optional list", function()
+    for _, range in ipairs { "file", "output", "folder", "pattern" } do
+      local function parse_list(word)
+        return config.parse({ f = config.optional "list" }, { word }, nil, { [range] = "f" }).f
+      end
+      assert.same({ "README.md" }, range == "file" and parse_list "f=README.md" or { "README.md" })
+      assert.same({ "a", "b" }, range ~= "file" and parse_list "f=a,b" or { "a", "b" })
+    end
+    assert.error_matches(function()
+      config.parse({ f = config.optional "list" }, { "f=README.md,b" }, nil, { file = "f" })
+    end, "f: there is no file 'b'")
+  end)
+
   it("names no hidden field in its help or in messages", function()
     local fields, docs = { older = "", new = "" }, { older = { "former name", hidden = true } }
     assert.is_nil(config.help(fields, docs):find("older"))

@@ -271,7 +271,7 @@ local function check(name, value, field, rules)
   local range, doc, single = rules.ranges[name], rules.docs[name], field.kind ~= "list"
   local choices = type(doc) == "table" and doc.choices
   local items, default = single and { value } or value, single and { field.default }
-    or field.default
+    or field.default or {}
   if #items == 0 and choices then
     fail("%s: expected one or more of %s, got an empty list", name, table.concat(choices, ", "))
   elseif #items == 0 and range and range.problem then
