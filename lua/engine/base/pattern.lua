@@ -11,9 +11,10 @@ local CAPTURES, DEEPEST = 32, 199   -- LuaJIT's limits on captures and on the de
 -- grows by a factor for each open repeat. For ?, the factor is 2. For * + -, it is the length of
 -- the name or, if a fixed character follows the repeat, how often the name has this character.
 -- OPTION, ANY and FIXED are logarithms to base 2 of these factors, for a name of 128 characters
--- that has each character 8 times. A match of a pattern whose logarithms add up to MOST takes
--- milliseconds on such a name, and several seconds on a name of 60 characters, 50 of them equal.
-local OPTION, FIXED, ANY, MOST = 1, 3, 7, 20
+-- that has each character 8 times. A character that follows several repeats counts as AGAIN after
+-- its first, because a name can consist of this character. A match of a pattern whose logarithms
+-- add up to MOST takes milliseconds on such a name, and up to a second on a name of 60 characters.
+local OPTION, FIXED, AGAIN, ANY, MOST = 1, 3, 4, 7, 20
 
 -- Returns whether some character matches both items of a pattern.
 local function overlap(a, b)
@@ -28,11 +29,14 @@ end
 -- fields `one`, a pattern of one character; `times`, its repeat or ""; and `fixed`, true for one
 -- fixed character without a repeat.
 local function is_slow(items)
-  local cost = 0
+  local cost, seen = 0, {}
   for i, item in ipairs(items) do
     for k = i + 1, item.times ~= "" and #items or 0 do
-      if overlap(item, items[k]) then
-        cost = cost + (item.times == "?" and OPTION or items[k].fixed and FIXED or ANY)
+      local next_item = items[k]
+      if overlap(item, next_item) then
+        local of_fixed = seen[next_item.one] and AGAIN or FIXED
+        cost = cost + (item.times == "?" and OPTION or next_item.fixed and of_fixed or ANY)
+        seen[next_item.one] = true
         break
       end
       if items[k].times == "" or items[k].times == "+" then break end
