@@ -323,6 +323,9 @@ eng_status eng_file_remove(const char *path)
 
 struct eng_listing {
   struct dirent **entries;
+eng_status eng_file_working_folder(char *out, int64_t size)
+{ return getcwd(out, (size_t)size) != NULL ? ENG_OK : io_error("find the path", "."); }
+
   int             count;
 };
 

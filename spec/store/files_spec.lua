@@ -1,5 +1,6 @@
 -- The file helpers of the core: read-only maps, atomic writes, directories.
 local M_ffi = require "engine.base.ffi"
+local file = require "engine.base.file"
 local helper = require "spec.helper"
 local scratch = require "spec.store.scratch"
 
@@ -76,3 +77,15 @@ describe("files", function()
     fails(C.eng_file_list(out, dir .. "/none"), "cannot list")
   end)
 end)
+    file.remove(dir .. "/x")
+    assert.is_false(file.exists(dir .. "/x"))
+  end)
+
+  it("have absolute paths also if PWD is wrong", function()
+    local script = helper.write(dir .. "/a.lua", "print((require 'engine.base.file').absolute 'x')")
+    for folder, path in pairs { ["/"] = "/x", [dir] = dir .. "/x" } do
+      for _, pwd in ipairs { "PWD=/tmp", "PWD=", "PWD=.", "-u PWD" } do
+        assert.equal(path .. "\n", helper.shell(("cd %s && env %s %s %s"):format(
+          helper.quote(folder), pwd, helper.quote(helper.engine), helper.quote(script))).out)
+      end
+    end

@@ -5,6 +5,7 @@ local M_ffi = require "engine.base.ffi"
 local C, fail = M_ffi.C, M_ffi.fail
 
 local file = {}
+local PATH_BYTES = 2 ^ 14      -- the most bytes of the working folder's path
 
 --- These three functions return whether a path exists, whether it is a regular file, and whether it
 --- is a folder. They follow links. A pipe or a device exists, but is neither a file nor a folder.
@@ -12,10 +13,21 @@ function file.exists(path) return C.eng_file_kind(path) ~= C.ENG_FILE_NONE end
 function file.is_file(path) return C.eng_file_kind(path) == C.ENG_FILE_REGULAR end
 function file.is_folder(path) return C.eng_file_kind(path) == C.ENG_FILE_FOLDER end
 
---- Returns the absolute path of `path`. Takes the working folder from the environment variable PWD;
---- without it, a relative path only gets "./" in front.
+--- Returns the working folder, as the environment variable PWD spells it if PWD is right: the
+--- variable keeps the names of links. Returns nil if the folder has no path, for example because it
+--- was removed.
+function file.working_folder()
+  local named, buffer = os.getenv "PWD", M_ffi.new("char[?]", PATH_BYTES)
+  if named and named:sub(1, 1) == "/" and C.eng_file_stamp(named) == C.eng_file_stamp(".")
+    and file.is_folder(named) then return named end
+  return C.eng_file_working_folder(buffer, PATH_BYTES) == 0 and M_ffi.string(buffer) or nil
+end
+
+--- Returns the absolute path of `path`. If the working folder has no path, a relative path only
+--- gets "./" in front.
 function file.absolute(path)
-  return path:sub(1, 1) == "/" and path or (os.getenv("PWD") or ".") .. "/" .. path
+  if path:sub(1, 1) == "/" then return path end
+  return (file.working_folder() or "."):gsub("/$", "") .. "/" .. path
 end
 
 local LARGEST = 2 ^ 20

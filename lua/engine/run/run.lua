@@ -305,7 +305,7 @@ local function command_text(self)
   local words = {}
   for i, word in ipairs(arg) do words[i] = tostring(word) end
   return json.encode { script = script, arguments = words,
-    folder = os.getenv("PWD"), run = self.name, crc32c = C.eng_crc32c(0, source, #source) }
+    folder = files.working_folder(), run = self.name, crc32c = C.eng_crc32c(0, source, #source) }
 end
 
 --- Records the facts of this run: parameters, settings, the policies' sources.
