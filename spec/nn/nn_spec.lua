@@ -253,6 +253,7 @@ describe("a module", function()
         .. "not be trained; hint: nn.list { ... } or nn.sequential { ... }" },
       { "nn.class()", "nn.class: expected the name of the class, got nothing" },
       { "nn.linear(3, 2) { 1, 2 }", "In linear: expected a tensor, got a table" },
+      { "nn.conv2d(3, 4, 3)(nil)", "In conv2d: expected a tensor as x, got nothing" },
       { "nn.linear(3, 2, { std = -1 })",
         "nn.linear: expected std to be a finite number >= 0, got -1" },
       { "nn.embedding(3, 2, { std = 'a' })",
@@ -691,7 +692,6 @@ describe("generate", function()
     assert.error_matches(function() model:generate({ 99 }, 1) end,
       "In wte: embedding: expected indices in 0..39, got 99")
     assert.is_true(model:is_training())
-    -- recording is still on
     assert.error_matches(coroutine.wrap(function()
       model:generate({ 1 }, 2, { progress = coroutine.yield })
     end), "generate: expected progress to return, but it yielded")
@@ -701,6 +701,7 @@ describe("generate", function()
       model:generate({ 1 }, 2, { progress = function() calls = calls + 1 end })
     end)()
     assert.equal(2, calls)
+    -- recording is still on
     assert.is_false(engine.zeros(1, { requires_grad = true }):add(1).is_leaf)
     engine.end_step()
   end)

@@ -148,7 +148,7 @@ local function explain(message)
   if type(message) ~= "string" then return message end
   local path, root, input = path_on_stack()
   local position, text = message:match("^([^\n:]+:%d+: )(.*)$")
-  if not position or position:find("engine/nn/%w+%.lua:") then
+  if not position or position:find("engine/nn/[%w_]+%.lua:") then
     position = M_ffi.script_line()
     if position == "" then position = caller end
     text = (text or message):gsub("^attempt to index local '(%w+)' %(a (%w+) value%)$",
