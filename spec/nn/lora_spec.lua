@@ -322,6 +322,16 @@ describe("nn.lora", function()
     end
   end)
 
+  it("stores bf16 weights in f32 on request, without a change of their values", function()
+    local model = tiny()
+    local qkv = model.blocks[1].attn.qkv
+    qkv.weight = qkv.weight:detach():to("bf16"):keep()
+    local before = qkv.weight:totable()
+    nn.lora(model, { base = "f32" })
+    assert.equal("f32", qkv.weight.dtype)
+    assert.same(before, qkv.weight:totable())
+  end)
+
   it("unfreezes no parameter of a model with a quantized base", function()
     for base, dtype in pairs { e4m3 = "e4m3", nf4 = "u8" } do
       local model = nn.lora(tiny(), { base = base })

@@ -331,9 +331,9 @@ end
 --- those of a classifier's head (nn.gpt's option `labels`); returns the model. match: a Lua pattern
 --- of paths ("attn%.qkv$") or a list of patterns; default: all linear layers but the head. dropout
 --- acts on the adapter's input. dora: a trained magnitude for each output (DoRA). base: the format
---- that stores the frozen weights of these layers, "bf16", "f16", "e4m3" (with a power-of-two scale
---- for each row) or "nf4" (engine.nf4, with double quantization: QLoRA); without `base` they keep
---- their format. An adapter changes nothing until it is trained.
+--- that stores the frozen weights of these layers, "f32", "bf16", "f16", "e4m3" (with a
+--- power-of-two scale for each row) or "nf4" (engine.nf4, with double quantization: QLoRA); without
+--- `base` they keep their format. An adapter changes nothing until it is trained.
 function M.new(model, options)
   M.want_model(model, "nn.lora")
   M.want_no_tape "nn.lora"
@@ -350,7 +350,7 @@ function M.new(model, options)
   end
   local shared = shared_tensors(model)
   for _, l in ipairs(list) do
-    if o.base and o.base ~= "f32" then convert(l.layer, o.base, shared) end
+    if o.base then convert(l.layer, o.base, shared) end
     if rawget(l.layer, "weight_scale") then l.layer.weight_scale:requires_grad(false) end
     attach(l.layer, o)
   end
