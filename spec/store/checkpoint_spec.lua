@@ -47,6 +47,31 @@ describe("plain data as JSON", function()
     assert.are.same(data, exact(data))
   end)
 
+  it("is refused if it is malformed, or nested deeper than it can be read", function()
+    for _, text in ipairs { '{"$bytes":"zz"}', '{"$bytes":"0"}', '{"$int64":"9223372036854775808"}',
+      '{"$int64":"-9223372036854775809"}', '{"$uint64":"18446744073709551616"}',
+      '{"$uint64":"-1"}' } do
+      assert.error_matches(function() json.decode(text) end, "malformed value of")
+    end
+    local function nested(n, inner)
+      for _ = 1, n do inner = { a = inner } end
+      return inner
+    end
+    for n, inner in pairs { [1000] = 1, [999] = {}, [998] = { "\255" }, [997] = { [5] = 1 } } do
+      assert.equal(json.encode(nested(n, inner)), json.encode(exact(nested(n, inner))))
+      local good, message = pcall(json.encode, nested(n + 1, inner))
+      assert.is_false(good)
+      assert.matches("^value%.a.*: the tables are nested too deep", message)
+      assert.is_true(#message < 200)
+    end
+  end)
+
+  it("for other programs holds no functions", function()
+    assert.error_matches(function() json.plain { a = print } end,
+      "expected a number, string, boolean or table, got a function")
+    assert.equal('{"a":true}', json.plain { a = true })
+  end)
+
   it("names the path of a value that cannot be saved", function()
     local loop = {}
     loop.again = loop

@@ -1,7 +1,8 @@
 -- Converts plain Lua data to JSON and back. encode and decode are lossless: decode returns the data
 -- that encode was given, with every bit of its numbers (but every NaN becomes the same NaN). Tables
--- may be nested up to 1000 deep. Checkpoints and histories use them. `plain` writes JSON for other
--- programs; lua-cjson reads JSON from other programs. Used by most folders.
+-- may be nested up to 1000 deep; a table in the form "$pairs" counts as three. Checkpoints and
+-- histories use them. `plain` writes JSON for other programs; lua-cjson reads JSON from other
+-- programs. Used by most folders.
 --
 -- A value that JSON lacks becomes an object with one key:
 --   { "$number": "inf" }                 also "-inf" and "nan"
@@ -16,6 +17,7 @@ local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
 
 local M = {}
+local DEEPEST = 1000           -- cjson decodes this many lists and objects inside each other
 
 local function number_text(x)
   return x - x ~= 0 and '{"$number":"' .. show.exact(x) .. '"}' or show.exact(x)
@@ -58,6 +60,16 @@ end
 
 local encode_value
 
+-- Returns `depth` + n, the number of JSON lists and objects around a value, if the value may have
+-- this depth.
+local function deeper(depth, n, path)
+  if depth + n > DEEPEST then
+    error(("%s: the tables are nested too deep; expected at most %d lists and objects in JSON")
+      :format(show.cut(path, 80), DEEPEST), 0)
+  end
+  return depth + n
+end
+
 --- Returns the keys of a table (strings, numbers and booleans) in a fixed order, and whether all of
 --- them can be names in a JSON object. If not, encode() needs the form "$pairs".
 function M.sorted_keys(t)
@@ -85,13 +97,16 @@ local function is_array(t)
   return true
 end
 
-local function encode_table(t, path, above)
-  if above[t] then error(("%s: the table contains itself"):format(path), 0) end
+local function encode_table(t, path, above, depth)
+  if above[t] then error(("%s: the table contains itself"):format(show.cut(path, 80)), 0) end
   above[t] = true
   local parts = {}
   local text
   if is_array(t) then
-    for i, value in ipairs(t) do parts[i] = encode_value(value, path .. "[" .. i .. "]", above) end
+    depth = deeper(depth, 1, path)
+    for i, value in ipairs(t) do
+      parts[i] = encode_value(value, path .. "[" .. i .. "]", above, depth)
+    end
     text = "[" .. table.concat(parts, ",") .. "]"
   else
     for key in pairs(t) do
@@ -101,10 +116,11 @@ local function encode_table(t, path, above)
       end
     end
     local keys, plain = M.sorted_keys(t)
+    depth = deeper(depth, plain and 1 or 3, path)
     for i, key in ipairs(keys) do
-      local value = encode_value(t[key], path .. "." .. tostring(key), above)
+      local value = encode_value(t[key], path .. "." .. tostring(key), above, depth)
       parts[i] = plain and string_text(key) .. ":" .. value or "[" ..
-        encode_value(key, path, above) .. "," .. value .. "]"
+        encode_value(key, path, above, depth) .. "," .. value .. "]"
     end
     text = plain and "{" .. table.concat(parts, ",") .. "}" or '{"$pairs":[' ..
       table.concat(parts, ",") .. "]}"
@@ -113,12 +129,14 @@ local function encode_table(t, path, above)
   return text
 end
 
-function encode_value(value, path, above)
+function encode_value(value, path, above, depth)
   local kind = type(value)
-  if kind == "number" then return number_text(value) end
-  if kind == "string" then return string_text(value) end
   if kind == "boolean" then return tostring(value) end
-  if kind == "table" then return encode_table(value, path, above) end
+  if kind == "table" then return encode_table(value, path, above, depth) end
+  local text = kind == "number" and number_text(value) or kind == "string" and string_text(value)
+  if text and text:sub(1, 1) == "{" then deeper(depth, 1, path) end
+  if text then return text end
+  if kind == "cdata" then deeper(depth, 1, path) end
   if kind == "cdata" then
     if ffi.istype("int64_t", value) then
       return '{"$int64":"' .. tostring(value):gsub("LL$", "") .. '"}'
@@ -151,7 +169,10 @@ function M.plain(value, number_of)
   local kind = type(value)
   if kind == "number" then return (number_of or show.json_number)(value) end
   if kind == "string" then return string_text(show.shown(value, true)) end
-  if kind ~= "table" then return tostring(value) end
+  if kind == "boolean" then return tostring(value) end
+  if kind ~= "table" then
+    error(("JSON: expected a number, string, boolean or table, got a %s"):format(kind), 0)
+  end
   local parts = {}
   if type(next(value)) ~= "string" then
     for i = 1, lengths[value] or #value do parts[i] = M.plain(value[i], number_of) end
@@ -172,25 +193,25 @@ end
 
 --- Returns Lua data as lossless JSON text. name: the value's name at the start of error messages,
 --- as in "state.policy: ... got a function".
-function M.encode(value, name) return encode_value(value, name or "value", {}) end
+function M.encode(value, name) return encode_value(value, name or "value", {}, 0) end
 
--- Returns the whole number that `text` spells, as the C type `kind` ("int64_t" or "uint64_t"). If
--- `text` has other characters, returns nil. Applies the sign last, because -2^63 has no positive
--- counterpart.
+-- Returns the whole number that `text` spells, as the C type `kind` ("int64_t" or "uint64_t").
+-- Returns nil if `text` is not how encode() writes a number of this type. Applies the sign last,
+-- because -2^63 has no positive counterpart.
 local function integer(text, kind)
   local negative, digits = text:match("^(%-?)(%d+)$")
   if not digits then return nil end
   local value = 0ULL
   for d in digits:gmatch("%d") do value = value * 10 + (d:byte() - 48) end
   if negative == "-" then value = 0ULL - value end
-  return ffi.cast(kind, value)
+  value = ffi.cast(kind, value)
+  return tostring(value):match("^[^UL]*") == text and value or nil    -- a larger number wrapped
 end
 
 local restore
 
 -- Key of an object with one key -> { the type of its value, a function from this value to the data
--- that it stands for }. The function returns nil for a malformed value that it notices; it checks
--- neither the size of an integer nor the digits of $bytes.
+-- that it stands for }. The function returns nil for a malformed value.
 local tags = {
   ["$number"] = { "string", function(text)
     return ({ nan = 0 / 0, inf = math.huge, ["-inf"] = -math.huge })[text]
@@ -198,6 +219,7 @@ local tags = {
   ["$int64"] = { "string", function(text) return integer(text, "int64_t") end },
   ["$uint64"] = { "string", function(text) return integer(text, "uint64_t") end },
   ["$bytes"] = { "string", function(text)
+    if #text % 2 ~= 0 or text:find("%X") then return nil end
     return (text:gsub("%x%x", function(hex) return string.char(tonumber(hex, 16)) end))
   end },
   ["$pairs"] = { "table", function(list)
