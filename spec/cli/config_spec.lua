@@ -260,6 +260,8 @@ describe("config files", function()
       refused("h.lua", string.dump(function() return {} end)), 1, true)
     assert.matches("item 2 is a string", refused("i.json", '{"layers": [1, "b"]}'), 1, true)
     refused("j.lua", "return { layers = { 1, nil, 3 } }")
+    assert.matches("layers: expected a list of numbers, but item 2 is NaN",
+      refused("n.lua", "return { layers = { 1, 0 / 0 } }"), 1, true)
     assert.matches("expected a list without gaps, got a table with the field 'a'",
       refused("k.lua", "return { layers = { 1, a = 2 } }"), 1, true)
     assert.matches("lr: expected a number, got a table", refused("l.lua", "return { lr = {} }"), 1,

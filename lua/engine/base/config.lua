@@ -198,6 +198,7 @@ local function from_file(name, field, value, where)
   for i, item in ipairs(value) do
     fail_if(type(item) ~= field.element, "%s%s: expected a list of %ss, but item %d is a %s", where,
       name, field.element, i, type(item))
+    fail_if(item ~= item, "%s%s: expected a list of numbers, but item %d is NaN", where, name, i)
   end
   return copy(value)
 end
