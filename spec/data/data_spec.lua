@@ -254,6 +254,10 @@ describe("data", function()
       seed = 3 }:restore(state) end, "saved with kind tokens")
     assert.error_matches(function() loader { path = file("b.bin", u16(numbers(60))) }:restore(
       state) end, "saved with examples 11, but the loader has 14")
+    local text = loader():state()
+    text.batch = "2"
+    assert.error_matches(function() loader():restore(text) end,
+      "saved with batch '2', but the loader has 2")
     assert.error_matches(function() loader():restore(5) end,
       "expected a position from state%(%): position: expected a table, got 5")
     assert.error_matches(function() loader():restore { at = -1 } end,

@@ -17,8 +17,11 @@ function M.no_loop()
     "data:next() ... end")
 end
 
-local function text_of(value)
-  return type(value) == "string" and show.cut(show.shown(value), 80) or M_ffi.value_text(value)
+-- Returns a value as text. Quotes a string if the message compares it with a number.
+local function text_of(value, other)
+  if type(value) ~= "string" then return M_ffi.value_text(value) end
+  local text = show.cut(show.shown(value), 80)
+  return type(other) == "number" and "'" .. text .. "'" or text
 end
 
 --- Raises an error unless `state` is a position of a loader like `self`. The fields listed in
@@ -28,8 +31,9 @@ function M.check(state, self, identity, rules)
   local problem = fields.record(arguments.merged({ at = fields.count }, rules))(state, "position")
   if problem then raise("data: expected a position from state(): %s", problem) end
   for _, key in ipairs(identity) do
-    raise_if(state[key] ~= self[key], "data: this position was saved with %s %s, but the loader " ..
-      "has %s; the batches would differ", key, text_of(state[key]), text_of(self[key]))
+    local saved, own = state[key], self[key]
+    raise_if(saved ~= own, "data: this position was saved with %s %s, but the loader has %s; " ..
+      "the batches would differ", key, text_of(saved, own), text_of(own, saved))
   end
   local version = state.order or 1     -- positions of version 1 do not give a version
   raise_if(version ~= 1 and version ~= order.newest,
