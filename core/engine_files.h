@@ -37,12 +37,13 @@ eng_status eng_file_rename(const char *from, const char *to);
 /// Exchanges two names of one directory atomically, so that both names always exist, and syncs the
 /// directory. Errors: IO, also if the file system does not support this.
 eng_status eng_file_exchange(const char *a, const char *b);
-/// Removes a file or an empty directory. No error if it does not exist.
+/// Removes a file, a symbolic link or an empty directory. No error if it does not exist. Errors:
+/// STATE (a directory that is not empty), IO.
 eng_status eng_file_remove(const char *path);
-/// Locks the file `path` against other processes until eng_file_unlock or the end of this process.
 /// Stores the absolute path of the working directory in `out`, which has `size` bytes. Errors: IO
 /// (the directory was removed, or its path is longer).
 eng_status eng_file_working_folder(char *out, int64_t size);
+/// Locks the file `path` against other processes until eng_file_unlock or the end of this process.
 /// Creates the file if it is missing and writes this process's id into it. `lock` is -1 if the file
 /// system has no locks. Errors: STATE (this or another process holds the lock; the text gives the
 /// id of that process, if it is known), IO.

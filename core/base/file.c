@@ -317,15 +317,17 @@ eng_status eng_file_exchange(const char *a, const char *b)
 
 eng_status eng_file_remove(const char *path)
 {
-  if (remove(path) != 0 && errno != ENOENT) return io_error("remove", path);
-  return ENG_OK;
+  if (remove(path) == 0 || errno == ENOENT) return ENG_OK;
+  FAIL_IF(errno == ENOTEMPTY || errno == EEXIST, ENG_ERR_STATE,
+          "%s: cannot remove: the directory is not empty", path);
+  return io_error("remove", path);
 }
 
-struct eng_listing {
-  struct dirent **entries;
 eng_status eng_file_working_folder(char *out, int64_t size)
 { return getcwd(out, (size_t)size) != NULL ? ENG_OK : io_error("find the path", "."); }
 
+struct eng_listing {
+  struct dirent **entries;
   int             count;
 };
 

@@ -76,10 +76,9 @@ end
 
 --- Removes a file, or a folder with all that it holds. Removes links instead of following them.
 function file.remove(path)
-  if C.eng_file_remove(path) == 0 then return end          -- removes a link, not its target
-  for _, name in ipairs(file.is_folder(path) and file.names(path) or {}) do
-    file.remove(path .. "/" .. name)
-  end
+  path = path:match("^(.*[^/])/*$") or path                -- "link/" would be the link's target
+  local is_full = C.eng_file_remove(path) == C.ENG_ERR_STATE        -- a folder, never a link
+  for _, name in ipairs(is_full and file.names(path) or {}) do file.remove(path .. "/" .. name) end
   M_ffi.check(C.eng_file_remove(path))
 end
 
