@@ -79,6 +79,12 @@ describe("text", function()
     assert.equal(("é"):rep(6), show.cut(("é"):rep(6), 6))
   end)
 
+  it("of a count has three digits and a unit", function()
+    for count, text in pairs { [0] = "0", [9999] = "9999", [12345] = "12.3k", [999.4e3] = "999k",
+      [999.5e3] = "1M", [999.4e6] = "999M", [999.7e6] = "1G", [1.5e9] = "1.5G", [999.6e9] = "1000G",
+      [15e12] = "15000G", [math.huge] = "inf" } do assert.equal(text, show.count(count)) end
+  end)
+
   it("in JSON is escaped and reads back as it was", function()
     local json = require "engine.base.json"
     for _, text in ipairs { BAD, "\194\128\194\159\216\156é",

@@ -53,7 +53,8 @@ end
 function show.count(x)
   if not x or x ~= x then return "-" end
   if x == math.huge then return "inf" end
-  if x >= 1e9 then return ("%.3gG"):format(x / 1e9) end
+  if x >= 999.5e9 then return ("%.0fG"):format(x / 1e9) end
+  if x >= 999.5e6 then return ("%.3gG"):format(x / 1e9) end
   if x >= 999.5e3 then return ("%.3gM"):format(x / 1e6) end
   if x >= 1e4 then return ("%.3gk"):format(x / 1e3) end
   return ("%.0f"):format(x)
