@@ -181,7 +181,7 @@ describe("losses.dpo", function()
     end
     local batch, reference = batch_of(), gpt(2)
     refused("losses.sft: expected a batch with tensors x and y, got nothing", losses.sft, model)
-    refused("got the fields ids x", losses.dpo, model, { x = batch.x, ids = 1 })
+    refused("and the fields ids x", losses.dpo, model, { x = batch.x, ids = 1 })
     refused("no adapters; hint: nn.lora adds them, or give losses.dpo a reference", losses.dpo,
       model, batch)
     refused("expected reference to be a frozen copy of the model, got the model itself", losses.dpo,
