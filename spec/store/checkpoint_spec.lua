@@ -378,8 +378,8 @@ describe("the state of a trainer in a checkpoint", function()
       { '"seed":"3"', '"seed":"18446744073709551616"',
         "state.rng.seed: expected a whole number below 2^64 as a string" },
       { '"state":"{clip', '"state":"{klip', "state.json: state.policy.state: " },
-      { '"clip":1', '"clip":"high"', "state.json: state.set: clip: expected a number of " ..
-        "0 or more (0: no limit), got 'high'" },
+      { '"clip":1', '"clip":"high"', "state.json: state.set: clip: expected a finite " ..
+        "number of 0 or more (0: no limit), got 'high'" },
       { '"loaders":%[{"at":2', '"loaders":[{"at":"2"',
         "state.json: state.data: data: expected a position from state(): position.at" .. whole },
       { '"bounds":%d+', '"bounds":true', "state.shadows.list[1].certainty.bounds" .. whole ..
