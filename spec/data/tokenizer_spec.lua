@@ -277,7 +277,8 @@ describe("a malformed tokenizer.json", function()
     ["with a malformed character map"] = { text_of(UNIGRAM, { normalizer =
       '{"type":"Precompiled","precompiled_charsmap":"AAAA"}' }), "character map" },
     ["with too deeply nested steps"] = { text_of(SPM, { normalizer =
-      ('{"type":"Sequence","normalizers":['):rep(30) .. ("]}"):rep(30) }), "nested at most 20 deep" },
+      ('{"type":"Sequence","normalizers":['):rep(30) .. ("]}"):rep(30) }),
+      "nested at most 20 deep" },
   } do
     it(what .. " is refused in one line", function()
       helper.refuses(case[2], open, case[1])
