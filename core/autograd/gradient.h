@@ -22,8 +22,9 @@ bool grad_wants(const grad_call *g, int k);
 
 /// Emits `dx` as the gradient of input k and takes ownership of it; drops it if input k requires no
 /// gradient. grad_emit sums dx over broadcast dimensions to the input's shape, rescales it from the
-/// node's relative scale to the input's, and rounds it to the input's dtype or, for a parameter, to
-/// the dtype of its gradient.
+/// node's relative scale to the input's, and rounds it to the input's dtype. It adds a parameter's
+/// dx to its gradient, rounded first if params_sums_terms says so; otherwise only the sum is
+/// rounded.
 eng_status grad_emit(grad_call *g, int k, tensor *dx);
 /// Runs an operation that has one output and emits the result as the gradient of input k.
 eng_status grad_emit_op(grad_call *g, int k, op_call c);

@@ -18,8 +18,8 @@
 
 enum { HOPPER_GROUP = 32, HOPPER_BITS = 13 };
 
-/// A decoded number: value = significand * 2^(exponent - f), with an integer significand and the
-/// format's number f of fraction bits.
+/// A decoded number: magnitude = significand * 2^(exponent - f), with an integer significand and
+/// the format's number f of fraction bits.
 typedef struct fp8_parts { int negative, significand, exponent; } fp8_parts;
 
 /// Decodes a code, which must be finite. fraction: 3 for e4m3, 2 for e5m2.

@@ -264,9 +264,9 @@ ENG_INLINE float mx_value(uint8_t code, mx_format f)
   return code & f.sign ? -value : value;
 }
 
-/// Q-EMA of TetraJet: rounds |x| to the code below it, or to the next code if `toward` (-toward if
-/// x is negative) is at least halfway between the two. If |x| is not below the largest number or x
-/// is NaN, returns mx_code(x).
+/// Q-EMA of TetraJet: rounds |x| to the code at or below it, or to the next code above if `toward`
+/// (-toward if x is negative) is at least halfway between the two. If |x| is not below the largest
+/// number or x is NaN, returns mx_code(x).
 ENG_INLINE uint8_t mx_code_toward(float x, float toward, mx_format f)
 {
   if (!(__builtin_fabsf(x) < f.largest)) return mx_code(x, f);

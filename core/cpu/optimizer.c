@@ -296,8 +296,8 @@ static void store_masters(const param_span *s, const eng_update *u, int64_t at, 
 
 // ------------------------------------------------------------------ blocks
 
-/// Updates elements [first, first + count). norms [ENG_NORMS] receives their sums of squares unless
-/// it is NULL.
+/// Updates elements [first, first + count), unless the rule is dry. If not NULL, norms [ENG_NORMS]
+/// receives the sums of squares of the change, the weights and the moments.
 static void update_block(const param_span *s, const rule *given, const eng_update *u, int64_t first,
                          int count, double *norms)
 {

@@ -103,8 +103,8 @@ eng_status eng_params_stats_start(eng_params *set, unsigned needs, const eng_ten
                                   int n_losses, const eng_tensor_stats *known)
 {
   ENG_TRY(params_alive(set));
-  FAIL_IF(set->n_pending == ENG_STATS_PENDING, ENG_ERR_STATE, "gradient statistics: the "
-          "results of %d requests have not been fetched, the most that can wait; hint: call "
+  FAIL_IF(set->n_pending == ENG_STATS_PENDING, ENG_ERR_STATE, "gradient statistics: expected at "
+          "most %d requests at a time, and all of them have not been fetched yet; hint: call "
           "eng_params_stats_fetch first", ENG_STATS_PENDING);
   ENG_TRY(params_here(set, "gradient statistics"));
   bool later = backend_current()->gradstats_start != NULL;

@@ -319,8 +319,8 @@ describe("engine contest", function()
       assert.equal(1, select(2, result.err:gsub("\n", "")))
     end
     local rank = contest("job.lua --policy dynamic name=wrong", "RANK=0 WORLD_SIZE=2")
-    assert.equal("engine contest: a contest starts its runs from one process; hint: start it " ..
-      "without mpirun or torchrun\n", rank.err)
+    assert.equal("engine contest: expected one process, which starts the runs, got 2; hint: " ..
+      "start the contest without mpirun, srun or torchrun, or set ENGINE_RANKS=off\n", rank.err)
     assert.is_nil(helper.read(folder .. "/runs/wrong/contest.json"))
   end)
 

@@ -165,8 +165,10 @@ end
 local function read(given)
   local M_ffi = require "engine.base.ffi"
   local C = M_ffi.C
-  fail_if(C.eng_comm_launched(M_ffi.new("int[1]"), M_ffi.new("int[1]")),
-    "a contest starts its runs from one process; hint: start it without mpirun or torchrun")
+  local size = M_ffi.new("int[1]")
+  fail_if(C.eng_comm_launched(M_ffi.new("int[1]"), size), "expected one process, which starts " ..
+    "the runs, got %d; hint: start the contest without mpirun, srun or torchrun, or set " ..
+    "ENGINE_RANKS=off", size[0])
   local script = given.words[1]
   options.want_script(script)
   local entrants, varied = entrants_of(given)
