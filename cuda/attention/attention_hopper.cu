@@ -217,6 +217,9 @@ __global__ void __launch_bounds__(128 * GROUPS, 2)
   running r = {{-INFINITY, -INFINITY}, {0, 0}, {0, 0}};
 #pragma unroll
   for (int i = 0; i < D / 2; i++) y[i] = 0;
+  // A warpgroup that sees no key puts its rows of y in the place of its queries at once, so the copy
+  // of the queries must have ended.
+  if (tiles == 0 && block_tiles > 0) take(KEYS_IN, 0);
   for (int n = 0; n < tiles; n++) {
     const uint32_t key_tile = take(KEYS_IN, n);
     float s[KEYS / 2];
@@ -266,10 +269,8 @@ __global__ void __launch_bounds__(128 * GROUPS, 2)
     give(VALUES_IN, n);
   }
 
-  // Each warp puts its rows of y in the place of its queries. If the warpgroup sees no key, the
-  // copy of the queries may still be under way. After the barrier no warp of the warpgroup reads
-  // queries.
-  if (tiles == 0 && block_tiles > 0) take(KEYS_IN, 0);
+  // After this barrier no warp of the warpgroup reads the queries, so each warp can put its rows of
+  // y in their place.
   group_meet(1 + group, 128);
   uint32_t bad = finish_rows<T, D, ENTROPY>(y, r, p, b, h, own,
                                             room + (base - start) + warp * (16 * D * 2), stored);
