@@ -189,11 +189,14 @@ __global__ void __launch_bounds__(128 * GROUPS, 2)
   const uint32_t start = shared_address(room), base = (start + 1023) & ~1023u,
                  own_q = base + group * OWN, tiles_at = base + GROUPS * OWN;
   const buffer_barriers<BUFFERS> buffers = {tiles_at + BUFFERS * TILE};
+  // The first warpgroup has the first thread. If it sees no key, it puts its rows of y in the place
+  // of its queries at once, so these must not be copied there.
+  const int skipped = tiles == 0;
   // Tile n of the keys goes to buffer KEYS_IN + n % 2, tile n of the values to VALUES_IN + n % 2.
   // Each is use n / 2 of its buffer.
   auto load = [&](int in, int n) {
     const int i = in + (n & 1);
-    buffers.claim(i, n >> 1, TILE + (in == KEYS_IN && n == 0 ? GROUPS * OWN : 0));
+    buffers.claim(i, n >> 1, TILE + (in == KEYS_IN && n == 0 ? (GROUPS - skipped) * OWN : 0));
     copy_rows<D, KEYS>(tiles_at + i * TILE, in == KEYS_IN ? maps.k : maps.v, n * KEYS, key_head, b,
                        buffers.full(i));
   };
@@ -205,7 +208,7 @@ __global__ void __launch_bounds__(128 * GROUPS, 2)
   buffers.open(4 * GROUPS);
   if (loads && block_tiles > 0) {
     load(KEYS_IN, 0);
-    for (int i = 0; i < GROUPS; i++)
+    for (int i = skipped; i < GROUPS; i++)
       copy_rows<D, ROWS>(base + i * OWN, maps.q, block_first + i * ROWS, h, b,
                          buffers.full(KEYS_IN));
     load(VALUES_IN, 0);
@@ -217,9 +220,6 @@ __global__ void __launch_bounds__(128 * GROUPS, 2)
   running r = {{-INFINITY, -INFINITY}, {0, 0}, {0, 0}};
 #pragma unroll
   for (int i = 0; i < D / 2; i++) y[i] = 0;
-  // A warpgroup that sees no key puts its rows of y in the place of its queries at once, so the copy
-  // of the queries must have ended.
-  if (tiles == 0 && block_tiles > 0) take(KEYS_IN, 0);
   for (int n = 0; n < tiles; n++) {
     const uint32_t key_tile = take(KEYS_IN, n);
     float s[KEYS / 2];
