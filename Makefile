@@ -44,18 +44,19 @@ PUBLIC_HEADERS := $(wildcard core/engine*.h core/*.def)
 
 # The CUDA device is a plug-in, built where there is a CUDA compiler. CUDA_ARCHS: the compute
 # capabilities to compile for; by default this machine's card, or Hopper without a card.
-# CUDA_ARCHS='80 89 90a' builds for all cards that have their own kernels.
+# CUDA_ARCHS='80 89 90' builds for all cards that have their own kernels. Hopper's kernels need 90a,
+# so 90 means 90a.
 NVCC       ?= $(or $(shell command -v nvcc),$(wildcard /usr/local/cuda/bin/nvcc))
 THIS_CARD  := $(firstword $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader \
                 2>/dev/null | tr -d .))
-CUDA_ARCHS ?= $(or $(patsubst 90,90a,$(THIS_CARD)),90a)
+CUDA_ARCHS ?= $(or $(THIS_CARD),90)
 CUDA_HOME  ?= $(patsubst %/bin/nvcc,%,$(realpath $(NVCC)))
 PLUGIN     := $(if $(NVCC),$(BUILD)/libengine_cuda.so)
 CUDA_KERNELS := $(wildcard cuda/*/*.cu)
 CUDA_HOST    := $(wildcard cuda/*.c cuda/*/*.c)
 CUDA_OBJECTS := $(CUDA_KERNELS:%=$(BUILD)/%.o) $(CUDA_HOST:%=$(BUILD)/%.o)
 NVCC_COMPILE := $(NVCC) -std=c++17 -O3 -lineinfo --fmad=false \
-                $(foreach a,$(CUDA_ARCHS),-gencode arch=compute_$(a),code=sm_$(a)) \
+                $(foreach a,$(CUDA_ARCHS:90=90a),-gencode arch=compute_$(a),code=sm_$(a)) \
                 -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra \
                 $(if $(WERROR),-Werror all-warnings) -Icore -Icuda -MMD -MP -Xptxas -v
 

@@ -284,7 +284,7 @@ static void cut(reduction &r, int64_t groups, int64_t blocks, int64_t least, int
   int64_t wanted = most / blocks, possible = parts(groups, least);
   r.pieces = wanted < possible ? wanted : possible;
   if (r.pieces < 1) r.pieces = 1;
-  r.length = min(parts(possible, r.pieces) * least, 1ll << 30);
+  r.length = min(parts(possible, r.pieces) * least, (int64_t)1 << 30);
   if (r.length < 1) r.length = 1;
   r.pieces = parts(groups, r.length);
   if (r.pieces < 1) r.pieces = 1;
