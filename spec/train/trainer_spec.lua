@@ -161,6 +161,7 @@ describe("the trainer", function()
       -- step `fails` raises after the forward pass. Returns the running means and the step that
       -- they are of, from the last checkpoint.
       local function means(o)
+        local old
         engine.seed(3)
         local model, at, batch = nn.sequential { nn.linear(4, 4), nn.batch_norm(4) }, 0, 0
         local run, x = folder .. "/" .. o.run, engine.randn(8, 4):keep()
@@ -180,7 +181,11 @@ describe("the trainer", function()
           restore = function(_, state) batch = state.batch end },
           loss = function(m, b)
             at = at + 1
+            if old then old:free() end
             local loss = m(b.x * b.factor):square():mean()
+            if o.replaced then                 -- the buffer is a new tensor after every pass
+              old, m[2].running_mean = m[2].running_mean, (m[2].running_mean * 1):detach():keep()
+            end
             if at == o.fails then error("broken batch", 0) end
             return loss
           end }
@@ -198,6 +203,8 @@ describe("the trainer", function()
       local plain, again = means { run = "plain", steps = 5 },
         means { run = "again", steps = 10, retries = true }
       assert.same({ plain[2], plain[3] }, { again[2], again[3] })
+      local replaced = means { run = "replaced", steps = 10, retries = true, replaced = true }
+      assert.same({ plain[2], plain[3] }, { replaced[2], replaced[3] })
     end)
 
   it("stop ends the run with the policy's reason", function()

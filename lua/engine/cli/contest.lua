@@ -113,9 +113,8 @@ local function check_script(contest)
   for _, entrant in ipairs(contest.entrants) do
     local all = { unpack(entrant.settings) }
     for _, word in ipairs(words) do all[#all + 1] = word end
-    parse(defaults, all, docs, kinds, contest.script)
+    local policy = parse(defaults, all, docs, kinds, contest.script).policy
     -- load() fails for a policy that only the script registers
-    local policy = entrant.names.policy
     local good, loaded = pcall(load, policy or "")
     if good then contest.sources[policy] = loaded.source end
   end

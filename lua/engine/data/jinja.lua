@@ -60,7 +60,7 @@ local function number_text(x)
     fail("cannot print the number %g; supported: whole numbers below 2^53 in a template " ..
       "without a number such as 2.5, and numbers with a fraction", x)
   end
-  return whole and ("%.0f"):format(x) or show.exact(x)
+  return whole and ("%.0f"):format(x + 0) or show.exact(x)   -- + 0: Python has no whole number -0
 end
 -- Converts a value to the text that a template prints, as Python's str() does; lists are refused.
 local function text_of(x)
@@ -96,6 +96,7 @@ for i = 128, 138 do SPACES["\226\128" .. string.char(i)] = true end
 local function strip(s, left, right, given)
   local set, from, to = SPACES, 1, #s
   if given ~= nil and given ~= NONE then
+    if type(given) ~= "string" then fail("expected a text, got %s", kind(given)) end
     set = {}
     for _, c in ipairs(characters(given)) do set[c] = true end
   end
@@ -119,7 +120,6 @@ local function spend_search(s, part) spend(#s / 1024 * (1 + #part / 64)) end
 
 -- Splits s at the first `most` places where `at` is, or at all of them.
 local function split(s, at, most)
-  most = (most == nil or most == NONE or most < 0) and math.huge or most
   if type(at) ~= "string" or at == "" then
     fail("split: expected a separator, got %s", at == "" and "an empty text"
       or at == nil and "nothing" or kind(at))
@@ -127,6 +127,7 @@ local function split(s, at, most)
   if most ~= nil and most ~= NONE and type(most) ~= "number" then
     fail("expected a number of places, got %s", kind(most))
   end
+  if most == nil or most == NONE or most < 0 then most = math.huge end
   local parts, from = {}, 1
   spend_search(s, at)
   while true do

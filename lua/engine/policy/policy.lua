@@ -45,8 +45,11 @@ function verdict_methods.apply_lag(v, overflow)
   local asked, why, action = v:what(), v:why(), M.lagged_action(v.action, overflow)
   if action == v.action then return end
   v.action = action
-  v.reason = ("too late for %s, because mode=lagged decides after the update%s%s"):format(asked,
-    why ~= "" and ": " or "", why):sub(1, 255)
+  local reason = ("too late for %s, because mode=lagged decides after the update%s%s"):format(asked,
+    why ~= "" and ": " or "", why)
+  local n = 255
+  while n > 0 and reason:find("^[\128-\191]", n + 1) do n = n - 1 end   -- cuts no character in two
+  v.reason = reason:sub(1, n)
 end
 
 ffi.metatype("eng_verdict", {

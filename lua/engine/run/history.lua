@@ -660,10 +660,8 @@ local function no_fp8(h, site, step)
     sites[#sites + 1] = row.site
   end
   if #sites == 0 then
-    return ("the run has no meters of FP8 layers: its precision is %s%s"):format(h:meta().precision
-      or "unknown",
-      (h:meta().precision or ""):find("fp[48]") and ", and no step was measured yet"
-        or "; a recipe such as fp8_block has meters")
+    return "the run has no meters of FP8 layers: a run in a recipe such as fp8_block has them, " ..
+      "once a step was measured"
   end
   local known = false
   for _, name in ipairs(sites) do known = known or name:sub(1, #site) == site end

@@ -12,6 +12,7 @@ local counterfactual = require "engine.run.counterfactual"
 local files = require "engine.base.file"
 local formats = require "engine.base.formats"
 local histories = require "engine.run.history"
+local policies = require "engine.policy.policy"
 
 local C, ffi, fail_if = M_ffi.C, M_ffi.ffi, M_ffi.fail_if
 local log2 = function(x) return math.log(x) / math.log(2) end
@@ -115,8 +116,8 @@ function M.run(path)
       for _, name in ipairs(COLUMNS) do to[name] = tonumber(row[name]) or 0 / 0 end
       to.back, to.skip = 0 / 0, skips[tonumber(row.step)] or 0 / 0
       to.action, self.hists[i + 1] = C.eng_action_from_name(tostring(row.action)), row.hist
-      if self.lagged and to.overflow ~= 0 and to.action == C.ENG_ACTION_STEP then
-        to.action = C.ENG_ACTION_SKIP                      -- version 0.1 recorded what was asked
+      if self.lagged and to.action >= 0 then               -- version 0.1 recorded what was asked
+        to.action = policies.lagged_action(to.action, to.overflow ~= 0)
       end
       i = i + 1
     end
@@ -228,9 +229,9 @@ function Run:early(i) return self.lagged and not self.settled[tonumber(self.rows
 function M.open(text)
   M_ffi.expect(type(text) == "string", text, "trace: expected a run or a string of outcomes")
   if files.exists(text .. "/history.db") then return M.run(text) end
+  if files.exists("runs/" .. text .. "/history.db") then return M.run("runs/" .. text) end
   if M.is_verdicts(text) then return M.verdicts(text) end
   if files.is_file(text) then return M.run(text) end
-  if files.exists("runs/" .. text .. "/history.db") then return M.run("runs/" .. text) end
   fail_if(files.is_folder(text), "%s holds no history.db; expected a run's directory or a " ..
     "string of outcomes such as '4. x 2. 3x'", text)
   if text:find("^[%d%s.xX]") and not text:find("/", 1, true) then return M.verdicts(text) end

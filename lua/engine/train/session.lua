@@ -264,9 +264,11 @@ end
 function Session:close()
   if not self.outcome then return self.summary end
   local outcome = self.outcome
-  if self.current then                                     -- after a break
+  local unfinished = self.current
+  if unfinished then                                       -- after a break
     self.current = nil
     check(C.eng_step_end())
+    if not unfinished.counted then self:go_back(unfinished.place) end
     if self.steps_done == self.turn_began_at then self.turn = self.turn - 1 end
     self.steps = self.steps_done
     loop.after_step(self, outcome)

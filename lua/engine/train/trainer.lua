@@ -379,31 +379,54 @@ function Trainer:remember_place()
   return place
 end
 
+-- Returns copies of the model's buffers, such as the running statistics of batch norm: a list of
+-- { owner, key = the buffer's module and field, was = a kept copy }.
+local function copies_of_buffers(self)
+  local buffers = {}
+  for _, p in ipairs(self.model:parameters()) do
+    if p.role == "buffer" then
+      buffers[#buffers + 1] = { owner = p.owner, key = p.key, was = p.tensor:keep() }
+    end
+  end
+  return buffers
+end
+
+-- Returns the tensor that is the buffer now, or nil if it has another shape or dtype than the copy:
+-- a module may assign another tensor to the field at any time.
+local function current_buffer(b)
+  local x = rawget(b.owner, b.key)
+  local same = tensor.is_tensor(x) and x.dtype == b.was.dtype
+    and table.concat(x.shape, " ") == table.concat(b.was.shape, " ")
+  return same and x or nil
+end
+
+-- Writes the copies into the buffers.
+local function restore_buffers(buffers)
+  for _, b in ipairs(buffers) do
+    local now = current_buffer(b)
+    if now then now:copy(b.was) else rawset(b.owner, b.key, b.was:keep()) end
+  end
+end
+
 --- Returns to a position that remember_place() returned, and restores the buffers that
 --- remember_buffers() saved: a pass changes running statistics even if its step has no update.
 function Trainer:go_back(place)
   if place.data then self.data:restore(place.data) end
   random.go(place)
-  for _, b in ipairs(self.buffers or {}) do b.now:copy(b.was) end
-end
-
--- Returns the model's buffers, such as the running statistics of batch norm, as a list of { now =
--- the buffer, was = a kept copy }.
-local function copies_of_buffers(self)
-  local buffers = {}
-  for _, p in ipairs(self.model:parameters()) do
-    if p.role == "buffer" then buffers[#buffers + 1] = { now = p.tensor, was = p.tensor:keep() } end
-  end
-  return buffers
+  restore_buffers(self.buffers or {})
 end
 
 --- Saves the model's buffers for go_back(), in copies that the trainer keeps until the run ends.
 function Trainer:remember_buffers()
-  if not self.buffers then
-    self.buffers = copies_of_buffers(self)
-    return
+  for _, b in ipairs(self.buffers or {}) do
+    local now = current_buffer(b)
+    if not now then
+      self:forget_buffers()
+      break
+    end
+    b.was:copy(now)
   end
-  for _, b in ipairs(self.buffers) do b.was:copy(b.now) end
+  self.buffers = self.buffers or copies_of_buffers(self)
 end
 
 --- Frees the copies of remember_buffers().
@@ -423,10 +446,8 @@ end
 function Trainer:keeping_buffers(f)
   local buffers = copies_of_buffers(self)
   local function restored(...)
-    for _, b in ipairs(buffers) do
-      b.now:copy(b.was)
-      b.was:free()
-    end
+    restore_buffers(buffers)
+    for _, b in ipairs(buffers) do b.was:free() end
     return ...
   end
   return restored(f())
