@@ -338,9 +338,9 @@ local function walk(self, prefix, visit, above)
   above[self] = nil
 end
 
---- All parameters and buffers in order, a list of { name, tensor, role, owner, key }; `owner` is the
---- module that holds the tensor in its field `key`. A tensor that two modules share (tied weights)
---- is listed once. The role of a buffer is "buffer".
+--- All parameters and buffers in order, a list of { name, tensor, role, owner, key }; `owner` is
+--- the module that holds the tensor in its field `key`. A tensor that two modules share (tied
+--- weights) is listed once. The role of a buffer is "buffer".
 function Module:parameters()
   local list, seen = {}, {}
   walk(self, "", function(name, value, owner, key)
