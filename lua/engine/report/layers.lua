@@ -27,6 +27,7 @@ local C, ffi = M_ffi.C, M_ffi.ffi
 local M = {}
 
 local ROWS = 2                -- rows read for a column, in addition to up to ROWS rows of overflows
+local MOST_TEXTS = 4          -- the most recipes that formats_text describes
 
 --- Chooses the rows of a picture, by default one for each layer. Returns two tables: the row (from
 --- 1) of each parameter by its id (from 0), and the names of the rows. With options.tensors, or if
@@ -97,7 +98,8 @@ local function add_formats(h, result, row_of, first, last)
     end
   end
   for k, set in ipairs(known) do result.formats[k] = table.concat(nearest.keys(set), ", ") end
-  result.formats_text = table.concat(texts)
+  result.formats_text = table.concat(texts, "", 1, math.min(#texts, MOST_TEXTS))
+    .. (#texts > MOST_TEXTS and (" and %d more changes"):format(#texts - MOST_TEXTS) or "")
   return function(step) return histories.part_at(parts, step).format_of end
 end
 

@@ -57,7 +57,7 @@ function M.new(trainer, shadow)
   if #shadow == 0 then return nil end
   local sites = trainer.optimizer.fp8
   local self = setmetatable({ trainer = trainer, list = {}, layers = {}, needs = 0,
-     record = ffi.new("eng_record") }, Shadows)
+    record = ffi.new("eng_record") }, Shadows)
   local taken, seen = {}, {}
   for _, source in ipairs(shadow) do
     fail_if(seen[source], "shadow: %s is listed twice", M_ffi.value_text(source))
@@ -191,8 +191,7 @@ function Shadows:observe_layers(step, record, sites, run)
     local wanted, problem = fp8_verdict.places({ one.policy }, sites.names, sites.rungs)
     local moved = fp8_verdict.moved(sites.paths, one.rungs, wanted.rungs)
     local departs = fp8_verdict.differs(wanted, places, scaled)
-    local bound = not counterfactual.judge(one.certainty, step, "exact", STEP,
-      STEP, departs)
+    local bound = not counterfactual.judge(one.certainty, step, "exact", STEP, STEP, departs)
     local reason = own.failed == 0 and problem or own:why()
     if own.failed ~= 0 or problem then
       own.failed = 1
