@@ -157,6 +157,19 @@ describe("the pictures of a run", function()
     end
   end)
 
+  it("join lines and bands over steps without a value only if the series says so", function()
+    local c = { x = { 0, 4, 8 }, width = 1, first = 0, last = 8,
+      v = { min = { 1, nil, 2 }, mean = { 2, nil, 3 }, max = { 3, nil, 4 } } }
+    local function path(kind, join)
+      return chart.file("gaps", { { title = "gaps", c = c, series = { { column = "v", band = true,
+        join = join } } } }):match('<path class="' .. kind .. ' s1"[^>]- d="(.-)"')
+    end
+    assert.matches("^M[^ML]+L[^ML]+$", path("line", true))
+    assert.matches("^M[^ML]+M[^ML]+$", path("line"))
+    assert.matches("^M[^ML]+L[^ML]+L[^ML]+L[^ML]+Z$", path("band", true))
+    assert.equal("", path("band"))
+  end)
+
   it("have colours with enough contrast, and brightness that rises along the heat map", function()
     for _, scheme in ipairs { "light", "dark" } do
       local all = variables(chart[scheme] .. page[scheme])

@@ -211,20 +211,21 @@ local function line_path(list, axis, place, hold, join)
   return table.concat(line), table.concat(dots), #dots == 1 and #line == 1
 end
 
-local function band_path(list, axis, place)
-  local paths, i = {}, 1
-  while i <= #list do
-    local up, down = {}, {}
-    while list[i] and list[i][2] do
-      local x = f(axis.place(list[i].x))
-      up[#up + 1] = x .. " " .. f(place(list[i][3]))
-      table.insert(down, 1, x .. " " .. f(place(list[i][1])))
-      i = i + 1
+-- Returns the SVG path of the band from low to high. The arguments are those of line_path.
+local function band_path(list, axis, place, join)
+  local paths, up, down = {}, {}, {}
+  for i = 1, #list + 1 do
+    local v = list[i]
+    if v and v[2] then
+      local x = f(axis.place(v.x))
+      up[#up + 1] = x .. " " .. f(place(v[3]))
+      table.insert(down, 1, x .. " " .. f(place(v[1])))
+    elseif not (v and join) then
+      if #up > 1 then
+        paths[#paths + 1] = "M" .. table.concat(up, "L") .. "L" .. table.concat(down, "L") .. "Z"
+      end
+      up, down = {}, {}
     end
-    if #up > 1 then
-      paths[#paths + 1] = "M" .. table.concat(up, "L") .. "L" .. table.concat(down, "L") .. "Z"
-    end
-    i = i + 1
   end
   return table.concat(paths)
 end
@@ -326,7 +327,7 @@ function M.body(o)
       and 1.6 + 0.8 * (#o.series - i) or 1.8))
     if not s.points and (c.width > 1 or s.band) then
       paths[#paths + 1] = ('<path class="band %s" d="%s"/>'):format(style,
-        band_path(lists[i], axis, place))
+        band_path(lists[i], axis, place, s.join))
     end
     local line, dots, alone = line_path(lists[i], axis, place,
       s.points or o.hold and c.width == 1, s.join)
