@@ -214,6 +214,16 @@ describe("engine help NAME", function()
     assert.matches("`engine help` lists", help("zzzqqq").err)
   end)
 
+  it("finds the columns of recorded runs, also those that only some runs have", function()
+    for name, text in pairs { stored = "largest gradient as stored (times the scale)",
+      ["fp8.snr"] = "lowest SNR of the FP8 tensors, in dB; only some steps have a value",
+      ["signals.entropy"] = "signal entropy", ["fp8.1.up:w.snr"] = "SNR of 1.up:w, in dB; only" } do
+      assert.matches("engine plot RUN --columns " .. name .. "  (recorded column)\n\n" .. text,
+        help(name).out, 1, true)
+    end
+    assert.matches("did you mean 'fp8.snr'?", help("fp8.sn").err, 1, true)
+  end)
+
   it("prints a command's own help, and all commands without a name", function()
     assert.matches("usage: engine plot", help("plot").out)
     assert.matches("engine replay", help().out)

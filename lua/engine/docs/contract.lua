@@ -1,6 +1,7 @@
 -- Makes the reference's entries for policies with their options; for the fields of policies,
--- records and verdicts; for the trainer's options; for environment variables; and for the guides.
--- Used by index.lua.
+-- records and verdicts; for the trainer's options; for environment variables; for the columns of
+-- recorded runs; and for the guides. Used by index.lua.
+local curves = require "engine.run.curves"
 local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
 local source = require "engine.docs.source"
@@ -131,7 +132,16 @@ local function recipe_fields(add)
   end
 end
 
--- Adds the terms of the glossary, and the precision recipes.
+--- Returns the entry of a column of recorded runs, such as loss or signals.NAME. Raises an error if
+--- no column has this name.
+function M.column(name)
+  local metric = curves.metric(name)
+  return { name = name, kind = "recorded column", where = "lua/engine/run/curves.lua:1",
+    signature = "engine plot RUN --columns " .. name,
+    text = metric.title .. (metric.sparse and "; only some steps have a value" or "") }
+end
+
+-- Adds the terms of the glossary, the precision recipes, and the columns of recorded runs.
 local function words(add_word)
   for _, row in ipairs(source.table_rows("docs/glossary.md", "# Glossary")) do
     for term in row[1]:gmatch("[^,]+") do
@@ -145,6 +155,7 @@ local function words(add_word)
     add_word { name = name, kind = "precision recipe", signature = "precision=" .. name,
       text = precision.describe(name), where = PRECISION .. ":1" }
   end
+  for _, name in ipairs(curves.columns()) do add_word(M.column(name)) end
 end
 
 --- Adds this file's entries to the reference. trainer: the entry of engine.trainer. `add` adds a

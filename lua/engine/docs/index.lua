@@ -1,6 +1,7 @@
 -- The reference in memory: entries { name, names, kind, area, signature, text, example, where }
 -- from the readers in this folder, and look-up by name. Used by `engine help NAME`, html.lua and
 -- types.lua.
+local contract = require "engine.docs.contract"
 local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
 local source = require "engine.docs.source"
@@ -29,7 +30,7 @@ function M.new(commands)
   for _, entry in ipairs(self.entries) do
     if entry.name == "engine.trainer" then trainer = entry end
   end
-  require("engine.docs.contract").read(trainer, add, function(entry)
+  contract.read(trainer, add, function(entry)
     entry.names = { entry.name }
     self.words[#self.words + 1] = entry
   end)
@@ -125,12 +126,16 @@ end
 --- empty and `name` is VARIABLE:METHOD, returns the methods of this name, or the commands that
 --- explain it. Adds the entries of self.words whose full name is `name`, such as the precision
 --- fp8_delayed to the policy fp8_delayed. If nothing else is found, returns the result of search()
---- in self.words.
+--- in self.words, or a column that only some runs have, such as signals.NAME.
 function Index:find(name)
   local found, others = search(self.entries, name)
   if #found == 0 then found = methods(self.entries, name) end
   if #found == 0 then found = explaining(self.entries, name) end
   local words, parts = search(self.words, name)
+  if #found + #words == 0 then
+    local good, column = pcall(contract.column, name)
+    return { good and column or nil }, {}
+  end
   if #found == 0 then return words, parts end
   for _, word in ipairs(words) do
     if plain(word.name) == plain(name) then found[#found + 1] = word end
