@@ -252,6 +252,18 @@ describe("engine contest", function()
     assert.matches("2 runs to make", contest(words).err)      -- the runs with exit status 1
   end)
 
+  it("says how often a policy failed in runs that finished", function()
+    helper.write(folder .. "/often.lua", (FAILS:gsub("function%(%) error", "function(_, record) " ..
+      "if record.step %% 3 == 0 then return 1 end error")))
+    local result = contest "job.lua --policy pid --policy ./often.lua seeds=2 name=of --csv o.csv"
+    assert.equal(0, result.code, result.err)
+    assert.matches("\n./often.lua: the policy failed in 40 of 60 steps (seed 1, 2), so its " ..
+      "verdicts there were not used\n", result.out, 1, true)
+    assert.not_matches("pid: the policy failed", result.out, 1, true)
+    local rows = csv "o.csv"
+    assert.same({ 0, 20 }, { rows[1].policy_failed, rows[2].policy_failed })
+  end)
+
   it("repeats a run whose results were lost from its first step", function()
     helper.write(folder .. "/lossy.lua", JOB .. "if io.open 'full' then os.exit(5) end\n")
     helper.write(folder .. "/full", "")
@@ -271,15 +283,15 @@ describe("engine contest", function()
     local out = contest('job.lua --vary steps=10 --vary "steps=20 evaluate=false" --policy pid ' ..
       "seeds=2 name=v --csv v.csv").out
     assert.matches("\nsettings +finished", out)
-    assert.matches("\npid +2 of 2 .*\nsteps=10 +2 of 2 .*\nsteps=20 evaluate=false +2 of 2 .* %- ",
+    assert.matches("\npid +2 of 2 .*\nsteps=10 +2 of 2 .*\nevaluate=false steps=20 +2 of 2 .* %- ",
       out)
     assert.matches("differences from pid with the same seed", out, 1, true)
     local rows = csv "v.csv"
-    assert.same({ "steps=20 evaluate=false", 1, 20, "runs/v/steps=20-evaluate=false-1" },
+    assert.same({ "evaluate=false steps=20", 1, 20, "runs/v/evaluate=false-steps=20-1" },
       { rows[3].settings, rows[3].seed, rows[3].steps, rows[3].run })
     assert.same({ "pid", 30 }, { rows[1].settings, rows[1].steps })
     local meta = require("cjson").decode(contest('job.lua --vary steps=10 --vary ' ..
-      '"steps=20 evaluate=false" --policy pid seeds=2 name=v --json').out)
+      '"evaluate=false steps=20" --policy pid seeds=2 name=v --json').out)
     assert.same({ "steps=10", "runs/v/steps=10-2" },
       { meta.entrants[2].settings, meta.entrants[2].runs[2].run })
   end)
@@ -293,6 +305,8 @@ describe("engine contest", function()
       ["job.lua --vary 'steps=1 steps=2'"] = "--vary 'steps=1 steps=2' sets 'steps' twice",
       ["job.lua --vary steps=1 --vary steps=1"] = "--vary: expected different settings, got " ..
         "steps=1 twice",
+      ["job.lua --vary 'steps=1 fail=1' --vary 'fail=1 steps=1'"] = "--vary: expected different " ..
+        "settings, got fail=1 steps=1 twice",
       ["job.lua --vary steps=1 steps=2"] = "'steps' differs between the runs",
       ["job.lua --policy pid policy=pid"] = "'policy' differs between the runs",
       ["job.lua --vary seed=1"] = "the contest itself sets 'seed'; hint: use seeds=",

@@ -154,6 +154,7 @@ local function entrants_of(given)
     local settings = {}
     for word in text:gmatch("%S+") do settings[#settings + 1] = word end
     fail_if(#settings == 0, "--vary: expected SETTING=VALUE, got an empty text")
+    table.sort(settings)       -- their order makes no other entrant
     enter("vary", table.concat(settings, " "), settings)
   end
   fail_if(#list == 0, "expected at least one --policy NAME or --vary SETTING=VALUE; " ..

@@ -81,7 +81,22 @@ local function add_failures(lines, row)
   end
 end
 
---- Returns the tables, and the reasons why runs failed, as text.
+-- Appends to `lines` a line that says how often an entrant's policy failed.
+local function add_policy_failures(lines, row)
+  local seeds, failed, steps = {}, 0, 0
+  for _, run in ipairs(row.runs) do
+    if (run.policy_failed or 0) > 0 then
+      seeds[#seeds + 1], failed, steps = run.seed, failed + run.policy_failed, steps + run.steps
+    end
+  end
+  if failed > 0 then
+    lines[#lines + 1] = ("%s: the policy failed in %s of %s (seed %s), so its verdicts there " ..
+      "were not used"):format(row.label, show.grouped(failed), show.counted(steps, "step"),
+      table.concat(seeds, ", "))
+  end
+end
+
+--- Returns the tables, the reasons why runs failed, and how often policies failed, as text.
 function M.text(contest, results)
   local heads = { contest.head, "finished" }
   for _, name in ipairs(contests.NAMES) do heads[#heads + 1] = HEAD[name][1] end
@@ -90,6 +105,7 @@ function M.text(contest, results)
     rows[i + 1] = { row.label, runs_text(row) }
     for _, name in ipairs(contests.NAMES) do table.insert(rows[i + 1], cell(row, name)) end
     add_failures(failures, row)
+    add_policy_failures(failures, row)
   end
   local parts = { ("%s\n%s over the last tenth of the steps\n\n%s"):format(
     job_text(contest), contest.seeds == 1 and "one seed; loss: mean"
@@ -105,7 +121,8 @@ end
 
 -- ------------------------------------------------------------------ for programs and papers
 
-local COLUMNS = { "label", "seed", "run", "exit", "ended", "steps", unpack(contests.NAMES) }
+local COLUMNS = { "label", "seed", "run", "exit", "ended", "steps", "policy_failed",
+  unpack(contests.NAMES) }
 
 --- Returns CSV with a line for each run. The first column is called "policy" or "settings". The
 --- cell of a missing number is empty.

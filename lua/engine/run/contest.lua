@@ -147,7 +147,8 @@ end
 --- The names of the numbers by which a contest compares runs; see M.numbers.
 M.NAMES = { "loss", "held_out", "skipped", "overflows", "underflow", "seconds" }
 
---- Fills in the numbers of a run from its history:
+--- Fills in the numbers of a run from its history: steps, policy_failed (the steps at which the
+--- policy failed, so that its verdict was not used), and those of M.NAMES:
 ---   loss       mean loss of the last tenth of the steps (at least one step), without inf and nan
 ---   held_out   the loss of the last evaluation, or nil
 ---   skipped    steps without an update
@@ -157,8 +158,8 @@ M.NAMES = { "loss", "held_out", "skipped", "overflows", "underflow", "seconds" }
 function M.numbers(run, h)
   local totals = curves.totals(h)
   local tenth = math.max(1, math.floor((totals.last - totals.first + 1) / 10))
-  run.steps, run.skipped, run.overflows, run.seconds = totals.rows, totals.skipped,
-    totals.overflows, totals.seconds
+  run.steps, run.policy_failed, run.skipped, run.overflows, run.seconds = totals.rows,
+    totals.failed, totals.skipped, totals.overflows, totals.seconds
   run.loss = h:query("SELECT avg(nullif(nullif(loss, 9e999), -9e999)) AS x FROM steps " ..
     "WHERE step > ?", totals.last - tenth)[1].x
   run.underflow = h:query("SELECT total(underflow) / nullif(total(count), 0) AS x FROM steps")[1].x
