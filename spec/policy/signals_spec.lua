@@ -49,7 +49,7 @@ describe("signals", function()
   end)
 
   it("are refused if their name cannot be one of --columns, and take an int64", function()
-    assert.matches("has a space or a comma, which %-%-columns separates names with: 'a b'$",
+    assert.matches("has a space or a comma, which separate names in lists: 'a b'$",
       helper.failure(engine.signal, "a b", 1))
     engine.signal("position", 7LL)
     assert.equal(7, published.position)

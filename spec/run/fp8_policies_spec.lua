@@ -407,6 +407,20 @@ describe("the history", function()
       "'blocks.1.mlp.up:w'?", read, h, { "fp8.blocks.1.mlp.upp:w.snr" })
     helper.refuses("no column 'fp8.sn'; did you mean 'fp8.snr'?", read, h, { "fp8.sn" })
     h:close()
+    local function after(sql)
+      scratch.sqlite(run .. "/history.db", sql)
+      h = engine.history.open(run)
+    end
+    after("UPDATE fp8 SET site = site || ' layer'; UPDATE fp8 SET snr = 9e999 WHERE step = 2; " ..
+      "UPDATE fp8 SET snr = -9e999 WHERE step = 4 AND role = 'x'")
+    c = read(h, { "fp8.snr" })["fp8.snr"].mean
+    assert.same({ worst[0], nil, nil, worst[6] }, { c[1], c[3], c[5], c[7] })
+    h:close()
+    assert.matches("SNR of blocks.1.mlp.up layer:w, in dB   .*\nlowest SNR of the FP8 tensors",
+      helper.run({ "plot", run, "--columns", "fp8.blocks.1.mlp.up layer:w.snr, fp8.snr" }).out)
+    after "UPDATE fp8 SET snr = 'x' WHERE step = 6 AND role = 'w'"
+    helper.refuses("is damaged: expected a number in 'most', got a string", read, h, { "fp8.snr" })
+    h:close()
   end)
 
   it("has each precision recipe of the run, and the report prints it as Lua", function()

@@ -8,9 +8,10 @@
 --     word = f,               -- a word for which f(word, given) is true is not stored; f stores it
 --     main = function(given) return exit_code end,   -- nil means 0; given: a result of M.parse
 --   }
--- The kinds of options are "text", "number" (an expression such as 2^12), "list" (a,b,c), "texts"
--- (may be repeated) and "switch". With policies = true, the command accepts --policy FILE
--- name=value ... and stores the policies in given.policies = { { source, options } ... }.
+-- The kinds of options are "text", "number" (an expression such as 2^12), "list" (a,b c,d is three
+-- texts), "texts" (may be repeated) and "switch". With policies = true, the command accepts
+-- --policy FILE name=value ... and stores the policies in given.policies = { { source, options }
+-- ... }.
 -- base/config.lua reads the settings of training scripts (name=value). Called by every subcommand.
 local M_ffi = require "engine.base.ffi"
 local expression = require "engine.base.expression"
@@ -65,7 +66,7 @@ local VALUE = {
   end,
   list = function(_, text)
     local list = {}
-    for part in text:gmatch("[^,%s]+") do list[#list + 1] = part end
+    for part in text:gmatch("%s*([^,]*[^,%s])") do list[#list + 1] = part end
     return list
   end,
   texts = function(_, text, list)

@@ -21,7 +21,7 @@ function M.publish(name, value, rule)
       value_text(value))
   end
   local problem = M.values[name] == nil and (show.name_problem(name)
-    or name:find("[ ,]") and "has a space or a comma, which --columns separates names with"
+    or name:find("[ ,]") and "has a space or a comma, which separate names in lists"
     or name:find("^log%.") and "begins with 'log.', which is reserved for policies' logs")
   if problem then raise("signal: the name %s: '%s'", problem, show.cut(show.shown(name), 100)) end
   expect(rule == nil or rule == "mean" or rule == "max" or rule == "sum", rule,

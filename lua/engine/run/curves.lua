@@ -49,7 +49,6 @@ local METRICS = {
 }
 local by_name, names = {}, {}
 for i, metric in ipairs(METRICS) do by_name[metric[1]], names[i] = metric, metric[1] end
-M.names = names
 
 -- SQL for a signal's value at a step. A row of `signals` holds until the signal's next row.
 local SIGNAL = "(SELECT value FROM signals g WHERE g.name = '%s' AND g.step <= steps.step ORDER " ..
@@ -58,7 +57,7 @@ local SIGNAL = "(SELECT value FROM signals g WHERE g.name = '%s' AND g.step <= s
 -- The meters of FP8 layers that can be drawn: SQL for the worst value of all tensors at a step, and
 -- what the worst and a single value are, for titles.
 local METERS = {
-  snr = { "min(nullif(snr, 9e999))", "lowest SNR of the FP8 tensors, in dB", "SNR of %s, in dB" },
+  snr = { "min(snr)", "lowest SNR of the FP8 tensors, in dB", "SNR of %s, in dB" },
   underflow = { "max(underflow)", "largest share of an FP8 tensor that underflows",
     "share of %s that underflows" },
   overflow = { "max(overflow)", "largest share of an FP8 tensor that overflows",
@@ -80,16 +79,18 @@ local function layers_of(h)
 end
 
 --- Returns the names of all metrics of a history, including its signals, logs, layers' scales and
---- FP8 meters.
+--- FP8 meters. Without a history, returns the names of those that any run may have.
 function M.columns(h)
   local known = { unpack(names) }
-  for _, published in ipairs(h:signals()) do known[#known + 1] = "signals." .. published.name end
-  for _, log in ipairs(h:logs()) do known[#known + 1] = log.name end
-  for _, layer in ipairs(layers_of(h)) do known[#known + 1] = "scales." .. layer end
-  local tensors = fp8_tensors(h)
-  for _, meter in ipairs(#tensors > 0 and nearest.keys(METERS) or {}) do
+  for _, published in ipairs(h and h:signals() or {}) do
+    known[#known + 1] = "signals." .. published.name
+  end
+  for _, log in ipairs(h and h:logs() or {}) do known[#known + 1] = log.name end
+  for _, layer in ipairs(h and layers_of(h) or {}) do known[#known + 1] = "scales." .. layer end
+  local tensors = h and fp8_tensors(h)
+  for _, meter in ipairs((not h or #tensors > 0) and nearest.keys(METERS) or {}) do
     known[#known + 1] = "fp8." .. meter
-    for _, tensor in ipairs(tensors) do
+    for _, tensor in ipairs(tensors or {}) do
       known[#known + 1] = ("fp8.%s.%s"):format(tensor, meter)
     end
   end
@@ -114,13 +115,15 @@ function M.metric(name, h)
   local site, role, meter = tostring(rest):match("^(.+):(.+)%.(%a+)$")
   if prefix == "fp8" and METERS[meter or rest] then
     local worst, worst_title, title = unpack(METERS[meter or rest])
-    if not site then return { name, worst = worst, sparse = true, title = worst_title } end
+    if not site then
+      return { name, worst = rest, sql = worst, sparse = true, title = worst_title }
+    end
     local tensor = site .. ":" .. role
     return { name, tensor = tensor, sparse = true, title = title:format(tensor),
       sql = ("(SELECT %s FROM fp8 f WHERE f.site = '%s' AND f.role = '%s' AND f.step = steps.step)")
         :format(meter, (site:gsub("'", "''")), (role:gsub("'", "''"))) }
   end
-  local known, near = h and M.columns(h) or names, name
+  local known, near = M.columns(h), name
   for i = #names + 1, #known do
     if known[i]:match("%.(.*)") == name then near = known[i] end     -- only its prefix is missing
   end
@@ -208,19 +211,6 @@ local function fill_layer(h, cells, metric, start, width, n, last)
   end
 end
 
--- Fills the cells of picture columns (as in fill) with the worst value of an FP8 meter at each
--- measured step.
-local function fill_worst(h, cells, metric, start, width, n, last)
-  for row in h:numbers({ "at", "n" }, "SELECT (step - ?) / ? AS at, count(v) AS n, total(v) AS " ..
-    "sum, min(v) AS low, max(v) AS high FROM (SELECT step, " .. metric.worst .. " AS v FROM fp8 " ..
-    "WHERE step >= ? AND step <= ? GROUP BY step) GROUP BY at", start, width, start, last) do
-    if row.at < n and row.n > 0 then
-      cells[row.at] = cells[row.at] or {}
-      gather(cells[row.at], metric[1], row.n, row.sum, row.low, row.high)
-    end
-  end
-end
-
 -- Returns the first step that is not in a block.
 local function blocks_end(h)
   if not h:has "blocks" then return 0 end
@@ -266,6 +256,21 @@ end
 -- needs no test, which is faster.
 local function finite(metric)
   return metric.finite and metric.sql or ("nullif(nullif(%s, 9e999), -9e999)"):format(metric.sql)
+end
+
+-- Fills the cells of picture columns (as in fill) with the worst value of an FP8 meter at each
+-- measured step. A step whose worst value is not finite has none. The column `most` makes
+-- h:numbers find text, which sorts after numbers, in a damaged history.
+local function fill_worst(h, cells, metric, start, width, n, last)
+  local sql = ([[SELECT (step - ?) / ? AS at, count(v) AS n, total(v) AS sum, min(v) AS low,
+    max(v) AS high, max(most) AS most FROM (SELECT step, %s AS v, max(%s) AS most FROM fp8
+    WHERE step >= ? AND step <= ? GROUP BY step) GROUP BY at]]):format(finite(metric), metric.worst)
+  for row in h:numbers({ "at", "n" }, sql, start, width, start, last) do
+    if row.at < n and row.n > 0 then
+      cells[row.at] = cells[row.at] or {}
+      gather(cells[row.at], metric[1], row.n, row.sum, row.low, row.high)
+    end
+  end
 end
 
 -- Returns SQL that sums up the steps of one picture column. Its result columns have the same names
