@@ -253,11 +253,11 @@ describe("engine contest", function()
   end)
 
   it("says how often a policy failed in runs that finished", function()
-    helper.write(folder .. "/often.lua", (FAILS:gsub("function%(%) error", "function(_, record) " ..
-      "if record.step %% 3 == 0 then return 1 end error")))
-    local result = contest "job.lua --policy pid --policy ./often.lua seeds=2 name=of --csv o.csv"
+    helper.write(folder .. "/careful.lua", (FAILS:gsub("function%(%) error",
+      "function(_, record) if record.step %% 3 == 0 then return 1 end error")))
+    local result = contest "job.lua --policy pid --policy ./careful.lua seeds=2 name=of --csv o.csv"
     assert.equal(0, result.code, result.err)
-    assert.matches("\n./often.lua: the policy failed in 40 of 60 steps (seed 1, 2), so its " ..
+    assert.matches("\n./careful.lua: the policy failed in 40 of 60 steps (seed 1, 2), so its " ..
       "verdicts there were not used\n", result.out, 1, true)
     assert.not_matches("pid: the policy failed", result.out, 1, true)
     local rows = csv "o.csv"

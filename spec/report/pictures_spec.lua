@@ -170,6 +170,16 @@ describe("the pictures of a run", function()
     assert.equal("", path("band"))
   end)
 
+  it("show a signal-to-noise ratio of -inf as the lowest, and of inf as the highest", function()
+    local function drawn(...)
+      local cells = {}
+      for i, snr in ipairs { ... } do cells[i] = { step = i, snr = snr } end
+      return (heat.fp8_over_time({ rows = { { name = "1 x", cells = cells } }, low = 10, high = 30,
+        width = 1, starts = { 0, 1, 2 } }, chart.axis { first = 0, last = 2 }))
+    end
+    assert.equal(drawn(10, 20, 30), drawn(-math.huge, 20, math.huge))
+  end)
+
   it("have colours with enough contrast, and brightness that rises along the heat map", function()
     for _, scheme in ipairs { "light", "dark" } do
       local all = variables(chart[scheme] .. page[scheme])

@@ -318,9 +318,8 @@ function M.fp8_over_time(m, axis)
     cell = function(k, i)
       local c = m.rows[k].cells[i]
       if not c then return nil end
-      local snr = c.snr and c.snr - c.snr == 0 and c.snr or m.high
       return with_length({ c.step, c.snr, c.underflow, c.overflow, c.amax, c.scale_min,
-        c.scale_max }, 7), (m.high - snr) / (m.high - m.low)
+        c.scale_max }, 7), (m.high - (c.snr or m.high)) / (m.high - m.low)
     end }, axis, {})
 end
 
