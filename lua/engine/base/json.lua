@@ -136,8 +136,8 @@ function encode_value(value, path, above, depth)
   local text = kind == "number" and number_text(value) or kind == "string" and string_text(value)
   if text and text:sub(1, 1) == "{" then deeper(depth, 1, path) end
   if text then return text end
-  if kind == "cdata" then deeper(depth, 1, path) end
   if kind == "cdata" then
+    deeper(depth, 1, path)
     if ffi.istype("int64_t", value) then
       return '{"$int64":"' .. tostring(value):gsub("LL$", "") .. '"}'
     end

@@ -50,12 +50,6 @@ function M.want_script(path)
   fail("there is no script '%s'%s", path, M.script_hint(path))
 end
 
---- Raises an error if `given`, a parsed command line, has one of the options `names`. why: the end
---- of the message, which begins with the option.
-function M.refuse(given, names, why)
-  for _, name in ipairs(names) do fail_if(given[name], "--%s %s", name, why) end
-end
-
 local VALUE = {
   text = function(name, text)
     return text ~= "" and text or fail("--%s: expected a value, got an empty text", name)

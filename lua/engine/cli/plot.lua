@@ -68,8 +68,10 @@ local function main(given, history)
     options.fail_if(given.svg or given.png,
       "--heatmap draws only in the terminal; hint: leave out --svg and --png, or run engine " ..
       "report, whose page shows heat maps")
-    options.refuse(given, { "columns", "log", "linear", "height", "title" },
-      "does not work with --heatmap; hint: leave out one of them")
+    for _, name in ipairs { "columns", "log", "linear", "height", "title" } do
+      options.fail_if(given[name], "--%s does not work with --heatmap; hint: leave out one of them",
+        name)
+    end
     options.fail_if(given.heatmap ~= "exponent" and given.heatmap ~= "time",
       "--heatmap: expected exponent or time, got '%s'", given.heatmap)
     return say(views.heatmap(history, { by = given.heatmap, from = given.from, to = given.to,

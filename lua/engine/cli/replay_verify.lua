@@ -178,13 +178,8 @@ end
 -- Makes an empty folder for a live run: at the path that --keep gives, or without --keep at a
 -- temporary path. For one of `many` policies, the folder is keep/i. Returns the path.
 local function folder_for(keep, i, many)
-  if not keep then
-    local name = os.tmpname()
-    os.remove(name)
-    require("engine.base.ffi").check(C.eng_file_mkdir(name))
-    return name
-  end
-  local path = files.absolute(many and ("%s/%d"):format(keep, i) or keep)
+  local path = keep and files.absolute(many and ("%s/%d"):format(keep, i) or keep) or os.tmpname()
+  if not keep then os.remove(path) end             -- tmpname made a file
   local names = files.names(path)
   if files.exists(path) and (not names or #names > 0) then
     error(("--keep: expected a new or an empty folder, but %s holds files or is no folder"):format(

@@ -75,17 +75,16 @@ function Parser:accept(value)
   self.at = self.at + 1
   return true
 end
+function Parser:refuse(expected)
+  local token = self[self.at]
+  fail("expected %s, got %s", expected, token and "'" .. tostring(token[2]) .. "'" or "the end")
+end
 function Parser:want(value)
-  if not self:accept(value) then
-    local token = self[self.at]
-    fail("expected '%s', got %s", value, token and "'" .. tostring(token[2]) .. "'" or "the end")
-  end
+  if not self:accept(value) then self:refuse("'" .. value .. "'") end
 end
 function Parser:name()
   local token = self[self.at]
-  if not token or token[1] ~= "name" then
-    fail("expected a name, got %s", token and "'" .. tostring(token[2]) .. "'" or "the end")
-  end
+  if not token or token[1] ~= "name" then self:refuse "a name" end
   self.at = self.at + 1
   return token[2]
 end
@@ -312,7 +311,7 @@ function Parser:expression()
 end
 
 function Parser:finished()
-  if self[self.at] then fail("expected the end of the tag, got '%s'", self[self.at][2]) end
+  if self[self.at] then self:refuse "the end of the tag" end
 end
 
 -- ------------------------------------------------------------------ the template's parts

@@ -132,11 +132,8 @@ function M.page(title, source, body, data)
     (json.plain(data, number_text):gsub("<", "\\u003c")), page.script)
 end
 
-local WORDS = {}
-for word in ("and break do else elseif end false for function goto if in local nil not or " ..
-  "repeat return then true until while"):gmatch("%a+") do
-  WORDS[word] = true
-end
+local WORDS = require("engine.base.arguments").set_of("and break do else elseif end false for " ..
+  "function goto if in local nil not or repeat return then true until while")
 
 -- The CSS class and the pattern of each kind of Lua token. `true`: the pattern is for a source in
 -- which escape sequences (a backslash and a character) are blanked out.
