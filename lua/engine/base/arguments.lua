@@ -1,5 +1,5 @@
 -- Checks the arguments of tensor functions. A check that fails raises a one-line error. Called by
--- tensor/ and by every function that takes a table of options.
+-- tensor/ and by most functions that take a table of options.
 local M_ffi = require "engine.base.ffi"
 local nearest = require "engine.base.nearest"
 local pattern = require "engine.base.pattern"

@@ -12,9 +12,7 @@ local function output(command) return process.output(command .. " 2>/dev/null"):
 
 local needed_missing = false
 
-local function line(state, what, text)
-  print(text and ("%-8s %-14s %s"):format(state, what, text) or ("%-8s %s"):format(state, what))
-end
+local function line(state, what, text) print(("%-8s %-14s %s"):format(state, what, text)) end
 
 local function need(found, what, text, advice)
   if found then return line("ok", what, text) end

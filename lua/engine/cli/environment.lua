@@ -1,6 +1,6 @@
 -- Warns on stderr about each environment variable ENGINE_* that the engine does not know, and about
--- each value that its variable does not allow. docs/environment.md lists the variables and their
--- values. Called by main.c with the names of the variables that are set.
+-- values that docs/environment.md, which lists the variables, does not allow. Called by main.c with
+-- the names of the variables that are set.
 local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
 local source = require "engine.docs.source"

@@ -1,7 +1,7 @@
 -- The process in which `engine replay --verify` runs a recorded job again under another policy:
 --   engine -e 'require("engine.cli.live")("JOB.json")'
--- The script runs as before, with one exception. The trainer or session whose option `run` names
--- the recorded run gets its policy, checkpoint, number of steps and folder from the job
+-- The script runs as before, with one exception. The first trainer or session whose option `run`
+-- names the recorded run gets its policy, checkpoint, number of steps and folder from the job
 -- (run/verify.lua). Other trainers and sessions write no run. The process ends after the job's run.
 -- Called by a process that replay_verify.lua starts.
 local engine = require "engine"

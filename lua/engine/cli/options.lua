@@ -100,7 +100,7 @@ end
 
 --- Parses the words of a command line. spec: as at the top of the file. Returns a table with the
 --- fields words (a list), policies, line (all words as given) and, for each option that is given,
---- its name without dashes.
+--- its name without dashes. An option of the kind "texts" is a list, also if it is not given.
 function M.parse(words, spec)
   local given = { words = {}, policies = spec.policies and {} or nil, line = words }
   local known = spec.options or {}

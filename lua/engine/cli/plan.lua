@@ -73,8 +73,7 @@ end
 local function smaller_bucket(job, params, options, ranks)
   local plan = require "engine.dist.plan"
   local function with(bucket, zero)
-    local o = { bucket = bucket, comm_dtype = options.comm_dtype, zero = zero or options.zero,
-      whole = options.whole, units = options.units }
+    local o = setmetatable({ bucket = bucket, zero = zero }, { __index = options })
     local other = setmetatable({ zero = o.zero or 0,
       sizes = function(n) return plan.sizes(params, o, -1, n) end }, { __index = job })
     return plan.predict(other, { alpha = 0, beta = 0 }, ranks)
@@ -298,7 +297,7 @@ local function main(script, ...)
   local own = unknown and "\nengine plan has no such setting either" ..
     nearest.choices(unknown, OWN, "its settings") or ""
   local line = tostring(problem):gsub("^config: ", "")
-  io.stderr:write("engine plan: ", require("engine.base.show").shown(line, true), own, "\n")
+  io.stderr:write("engine plan: ", show.shown(line, true), own, "\n")
   return 1
 end
 

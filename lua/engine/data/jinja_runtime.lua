@@ -224,14 +224,15 @@ for filter, method in pairs { trim = "strip", upper = "upper", lower = "lower",
   FILTERS[filter] = function(x, ...) return METHODS[method](text_of(x), ...) end
 end
 
+local function iterable(x) return type(x) == "string" or type(x) == "table" and x ~= NONE end
+
 local TESTS = {
   defined = function(x) return x ~= nil end, undefined = function(x) return x == nil end,
   none = function(x) return x == NONE end, string = function(x) return type(x) == "string" end,
   number = function(x) return type(x) == "number" end, mapping = is_dict,
   boolean = function(x) return type(x) == "boolean" end,
   ["true"] = function(x) return x == true end, ["false"] = function(x) return x == false end,
-  iterable = function(x) return type(x) == "string" or type(x) == "table" and x ~= NONE end,
-  sequence = function(x) return type(x) == "string" or type(x) == "table" and x ~= NONE end,
+  iterable = iterable, sequence = iterable,
   odd = function(x) return x % 2 == 1 end, even = function(x) return x % 2 == 0 end,
 }
 

@@ -1,7 +1,8 @@
 -- Makes rows of a fixed length from documents. With `pack`, the documents of all epochs follow each
 -- other, each with its end token if there is one, and are cut into rows. The last token of a row is
--- also the first of the next row, so every token but the very first is a target once. Without
--- `pack`, a row holds one document, which is cut or padded.
+-- also the first of the next row, so every token but the very first has one place as a target. A
+-- target that does not count in the loss is -100. Without `pack`, a row holds one document, which
+-- is cut or padded. Documents without a token that counts are left out.
 --
 -- The position is an epoch, an index into the order of the documents in this epoch, and the index
 -- of a token in the document. Called by init.lua.

@@ -145,8 +145,8 @@ end
 
 --- Returns the entries whose text contains the word `name`, guides last. Leaves out the C
 --- interface. For a name that has no entry, such as the option end_token, this list says where it
---- is explained. Returns an empty list for a name of fewer than three characters, or of other
---- characters than those of Lua's names.
+--- is explained. Returns an empty list for a name of fewer than three characters, or with another
+--- character than letters, digits, "_", "." and ":".
 function Index:mentions(name)
   local list, guides = {}, {}
   local word = "%f[%w_]" .. name:gsub("%W", "%%%0") .. "%f[^%w_]"

@@ -34,7 +34,8 @@ ul.names { columns: 15rem; padding-left: 1.1rem } img { max-width: 100% }
 
 M.escape = require("engine.report.chart").entities
 
-function M.slug(heading)
+-- Returns the id of a heading, to which links with #ID lead.
+local function slug(heading)
   local text = heading:lower():gsub("<[^>]*>", ""):gsub("&#?%w+;", "")
   return (text:gsub("[^%w%s_-]", ""):gsub("%s", "-"))
 end
@@ -92,7 +93,7 @@ function M.markdown(path, links, resolve)
     error("cmark-gfm, which renders the guides, does not run here; hint: make deps", 0)
   end
   html = html:gsub("<(h[1-6])>(.-)</h[1-6]>", function(tag, text)
-    return ('<%s id="%s">%s</%s>'):format(tag, M.slug(text), text, tag)
+    return ('<%s id="%s">%s</%s>'):format(tag, slug(text), text, tag)
   end)
   html = html:gsub('<a href="([^"]*)">(.-)</a>', function(address, text)
     local target = resolve(address)

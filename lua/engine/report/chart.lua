@@ -7,14 +7,14 @@
 -- runs: one standard deviation on either side). The band is drawn if each point of the line stands
 -- for several steps (c.width > 1) or the series' field `band` is true. Instead of `column`, a
 -- series may have `points`: { { step, value } ... }; a value lasts until the next point, and the
--- value false makes a gap. With `join`, the line bridges missing values. Series i is drawn in style
--- i (a colour and dashes), or in the style whose number is in its field `style`. `limits` are
--- values that get a dotted line with a text. More fields of a panel: name (the title of its y
--- axis), axis (from M.axis), hold (true: draws single steps as a staircase), named (true: the
--- legend also names a single series). Shapes have x coordinates from 0 to `span`, which a page
--- stretches to its width. Texts are placed by percentages instead, so that they keep their size.
--- Used by the report's pages, views.lua, gnuplot.lua and lab.lua; docs/page.lua uses only
--- entities().
+-- value false makes a gap; such a series has no band. With `join`, line and band bridge missing
+-- values. Series i is drawn in style i (a colour and dashes), or in the style whose number is in
+-- its field `style`. `limits` are values that get a dotted line with a text. More fields of a
+-- panel: name (the title of its y axis), axis (from M.axis), hold (true: draws single steps as a
+-- staircase), named (true: the legend also names a single series). Shapes have x coordinates from 0
+-- to `span`, which a page stretches to its width. Texts are placed by percentages instead, so that
+-- they keep their size. Used by the report's pages, views.lua, gnuplot.lua and lab.lua;
+-- docs/page.lua uses only entities().
 local show = require "engine.base.show"
 local plot = require "engine.report.plot"
 

@@ -1,5 +1,6 @@
--- A recorded run in the formats of other tools: CSV and JSON Lines with a line for each step, and
--- TensorBoard's event files. Called by `engine export`; contest.lua uses its CSV writing.
+-- A recorded run in the formats of other tools: CSV and JSON Lines with a line for each row of the
+-- history, and TensorBoard's event files. A step has a row for each of its attempts. Called by
+-- `engine export`; contest.lua uses its CSV writing.
 local files = require "engine.base.file"
 local json = require "engine.base.json"
 local show = require "engine.base.show"
@@ -9,9 +10,9 @@ local M = {}
 
 local COLUMNS = history.step_columns
 
--- Calls visit(row, signals) for each step, oldest first. row.first_bad is a parameter's name, its
--- id if the history lacks the name, or nil. signals: the current value of each signal and, as
--- "log.NAME", of each number that the policy has logged. Returns the number of steps.
+-- Calls visit(row, signals) for each row, oldest first. row.first_bad is a parameter's name, its id
+-- if the history lacks the name, or nil. signals: the current value of each signal and, as
+-- "log.NAME", of each number that the policy has logged. Returns the number of rows.
 local function each_step(h, visit)
   local sql = "SELECT " .. h:columns(history.step_names, "s."):gsub("s.first_bad",
     "coalesce(p.name, nullif(s.first_bad, -1)) AS first_bad") ..
@@ -52,10 +53,10 @@ local function csv_text(text)
 end
 M.csv_text = csv_text
 
---- Writes CSV (RFC 4180): a header and a line for each step. nan, inf and -inf are spelled as
+--- Writes CSV (RFC 4180): a header and a line for each row. nan, inf and -inf are spelled as
 --- Python and pandas read them; a missing value is empty. A signal has the column signals.NAME, a
 --- number that the policy logs the column log.NAME, and a meter of an FP8 layer the column
---- fp8.LAYER:ROLE.NAME, filled at measured steps. Returns the number of steps.
+--- fp8.LAYER:ROLE.NAME, filled at measured steps. Returns the number of rows.
 function M.csv(h, path)
   return files.write(path, function(put)
     local names = {}
@@ -95,10 +96,10 @@ function M.csv(h, path)
   end)
 end
 
---- Writes JSON Lines: an object for each step. Infinities and NaN are strings, as in log=json; a
+--- Writes JSON Lines: an object for each row. Infinities and NaN are strings, as in log=json; a
 --- missing value is null. "signals" holds the script's current signals, if any; "log" the numbers
 --- that the policy has logged; "fp8" the meters of a measured step, by "layer:role". Returns the
---- number of steps.
+--- number of rows.
 function M.jsonl(h, path)
   local _, meters_at = fp8_of(h)
   return files.write(path, function(put)

@@ -62,7 +62,7 @@ local function same_points(a, b)
 end
 
 -- Returns the shadows (h:shadows) with three more fields: `points`, `style`, and `same`, the name
--- of an earlier shadow with the same scale at every step.
+-- of an earlier shadow with the same scale at all points.
 local function shadows_of(h, axis)
   local list = h:shadows()
   for i, s in ipairs(list) do

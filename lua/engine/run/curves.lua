@@ -11,7 +11,8 @@
 --   c.loss.min[i], .max[i], .mean[i]         nil if no value of the column is finite
 --   c.loss.at_end                            the value at the last step; nil if it is not finite,
 --                                            or if c.width is 1
--- Used by history.lua, compare.lua, contest.lua, the pictures, the reports and the commands.
+-- Used by history.lua, compare.lua, contest.lua, the pictures, the reports, the reference and the
+-- commands.
 local M_ffi = require "engine.base.ffi"
 local nearest = require "engine.base.nearest"
 
