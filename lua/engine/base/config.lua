@@ -99,8 +99,7 @@ local function collect(defaults, prefix, fields)
 end
 
 local function names_of(fields)
-  local names = {}
-  for name in pairs(fields) do names[#names + 1] = name end
+  local names = nearest.keys(fields)
   table.sort(names, function(a, b)        -- plain fields before nested ones
     local a_nested, b_nested = a:find(".", 1, true) ~= nil, b:find(".", 1, true) ~= nil
     if a_nested ~= b_nested then return b_nested end

@@ -133,10 +133,8 @@ local OUTPUTS = { "csv", "latex", "svg", "png" }
 local function entrants_of(given)
   local list, labels, varied = {}, {}, {}
   local function enter(option, label, settings)
-    if labels[label] then
-      fail("--%s: expected different %s, got %s twice", option, option == "policy" and "policies"
-        or "settings", label)
-    end
+    fail_if(labels[label], "--%s: expected different %s, got %s twice", option,
+      option == "policy" and "policies" or "settings", label)
     labels[label] = true
     local names = {}
     for _, word in ipairs(settings) do

@@ -29,12 +29,10 @@ return options.command {
     local action = table.remove(words, 1)
     options.fail_if(action ~= "tokenize", "expected 'tokenize', got %s; see engine help data",
       action and "'" .. action .. "'" or "nothing")
-    if #words == 0 then
-      options.fail("expected a text file after 'tokenize', got nothing; see engine help data")
-    end
-    if not given.tokenizer then
-      options.fail("expected --tokenizer FOLDER, a folder with tokenizer.json")
-    end
+    options.fail_if(#words == 0,
+      "expected a text file after 'tokenize', got nothing; see engine help data")
+    options.fail_if(not given.tokenizer,
+      "expected --tokenizer FOLDER, a folder with tokenizer.json")
     options.fail_if(not given.output, "expected -o FILE.npy, the file to write the tokens to")
     local tokenizer = require("engine.data.tokenizer").open(given.tokenizer)
     local ending = given["end"] and options.token_id(tokenizer, given["end"], "--end")

@@ -16,10 +16,9 @@ each step, others choose the scales and formats of FP8 layers. Both kinds can be
 
 policies/README.md explains how to write one. Name your own file by its path: policy=./mine.lua]==],
   main = function(given)
-    if given.words[1] then
-      options.fail("expected no arguments, got '%s'; `engine help %s` explains a policy",
-        given.words[1], given.words[1])
-    end
+    local word = given.words[1]
+    options.fail_if(word, "expected no arguments, got '%s'; `engine help %s` explains a policy",
+      word, word)
     local policy = require "engine.policy.policy"
     for _, kind in ipairs { "scale", "fp8" } do
       local rows = {}

@@ -202,15 +202,15 @@ local DICT_METHODS = {
 }
 
 local function length(x) return #sequence(x) end
-local function joined(x, with)
-  local parts = {}
-  for i, item in ipairs(sequence(x)) do parts[i] = text_of(item) end
-  return bounded(table.concat(parts, with or ""))
-end
 
 local FILTERS = {
   length = length, count = length, string = text_of, safe = function(s) return s end,
-  list = sequence, join = joined,
+  list = sequence,
+  join = function(x, with)
+    local parts = {}
+    for i, item in ipairs(sequence(x)) do parts[i] = text_of(item) end
+    return bounded(table.concat(parts, with or ""))
+  end,
   first = function(x) return sequence(x)[1] end,
   last = function(x) local all = sequence(x) return all[#all] end,
   default = function(x, other, falsy)

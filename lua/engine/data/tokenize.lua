@@ -30,11 +30,6 @@ local function piece_end(bytes, at, size, apart)
   return size
 end
 
-local function line_end(bytes, at, size)
-  while at < size and bytes[at] ~= 10 do at = at + 1 end
-  return at
-end
-
 --- Writes the ids of the files' texts to the file `output`. Options:
 ---   lines     each line is a text of its own, without its line end; by default each file is a text
 ---   special   adds the ids that the tokenizer puts around a text
@@ -83,7 +78,8 @@ function M.run(tokenizer, paths, output, options)
       while at < size do
         local to, after
         if options.lines then
-          to = line_end(bytes, at, size)
+          to = at
+          while to < size and bytes[to] ~= 10 do to = to + 1 end
           after = to + 1
           local cr = to > at and bytes[to - 1] == 13 and 1 or 0     -- the CR of a CRLF
           if to - cr > at then encode(bytes, at, to - cr, true, true) end

@@ -123,10 +123,6 @@ local function put(lists, key, cell)
   table.insert(lists[key], cell)
 end
 
-local function shade_of(share)
-  return 1 + math.floor(math.max(0, math.min(0.9999, share)) * #RAMP)
-end
-
 local function shaded(shade, d) return ('<path fill="%s" d="%s"/>'):format(RAMP[shade], d) end
 
 -- Draws the cells { row, column } with inf or nan: in one colour, with a bar through each.
@@ -155,7 +151,9 @@ local function over_steps(o, axis, data)
       local value, place = o.cell(k, i)
       cells[k][i], gaps = value, gaps or value == nil
       if place == "bad" then bad[#bad + 1] = { k, i }
-      elseif value then put(by_shade, shade_of(place), { k, i }) end
+      elseif value then
+        put(by_shade, 1 + math.floor(math.max(0, math.min(0.9999, place)) * #RAMP), { k, i })
+      end
     end
   end
   local grid, steps = chart.x_axis(axis, #o.names * row)

@@ -14,7 +14,7 @@ local process = require "engine.base.process"
 local runs = require "engine.run.runs"
 local statistics = require "engine.base.statistics"
 
-local C, check, fail, fail_if = M_ffi.C, M_ffi.check, M_ffi.fail, M_ffi.fail_if
+local C, check, fail_if = M_ffi.C, M_ffi.check, M_ffi.fail_if
 
 local M = {}
 
@@ -49,10 +49,9 @@ local function agree(self)
   if files.exists(path) then
     local before, hint = read_job(path), "hint: name=ANOTHER starts a new contest"
     self.threads = self.threads or before.threads
-    if job_text(before) ~= job_text(self) then
-      fail("%s is a contest of '%s'; expected the same script and settings, got '%s'; %s",
-        self.path, job_text(before), job_text(self), hint)
-    end
+    local was, is = job_text(before), job_text(self)
+    fail_if(was ~= is, "%s is a contest of '%s'; expected the same script and settings, got " ..
+      "'%s'; %s", self.path, was, is, hint)
     local changed = before.source ~= self.source and self.script
     for policy, source in pairs(self.sources) do
       if (before.sources[policy] or source) ~= source then changed = "policy " .. policy end
@@ -71,9 +70,8 @@ end
 -- before all runs are done.
 local function list_runs(self)
   local list, owner = {}, {}
-  if self.seeds * #self.entrants > 10000 then
-    fail("expected at most 10000 runs, got %g seeds of %d entrants", self.seeds, #self.entrants)
-  end
+  fail_if(self.seeds * #self.entrants > 10000,
+    "expected at most 10000 runs, got %g seeds of %d entrants", self.seeds, #self.entrants)
   for seed = 1, self.seeds do
     for _, entrant in ipairs(self.entrants) do
       local label = entrant.label
