@@ -175,6 +175,7 @@ end
 local COMMANDS = {
   { "runs", root }, { "runs", root, "--json" },
   { "plot", dir }, { "plot", dir, "--columns", "amax,stored,underflow,norm_ref,signals.entropy" },
+  { "plot", dir, "--columns", "fp8.snr,fp8.underflow,scales.blocks.1" },
   { "plot", dir, "--from", "100", "--to", "200", "--svg", root .. "/a.svg" },
   { "plot", dir, "--heatmap", "exponent" }, { "plot", dir, "--heatmap", "time" },
   { "report", dir, "-o", root .. "/a.html" },
