@@ -49,61 +49,49 @@ local function ramp_text(style)
   return table.concat(parts)
 end
 
--- Returns a row of ticks and, below it, the labels of the columns. Leaves out a label that would
--- touch the label before it.
-local function axis_lines(options, margin)
-  local total = options.columns * options.wide
-  local ticks, texts, taken = {}, {}, 0
-  for i = 1, total do ticks[i] = " " end
-  local line = ""
+-- Returns a row of ticks and, below it, the labels of the columns; an empty list without labels.
+-- Leaves out a label that would touch the label before it.
+local function axis_lines(options, style, margin)
+  local ticks, line = {}, ""
+  for i = 1, options.columns * options.wide do ticks[i] = " " end
   for column = 1, options.columns do
-    local text = options.axis[column]
-    if text then
-      local at = (column - 1) * options.wide + 1
-      local from = math.max(0, math.min(at - 1 - math.floor((#text - 1) / 2), total - #text))
-      if from >= taken then
-        ticks[at] = options.style == "ascii" and "|" or "╵"
-        line = line .. (" "):rep(from - #line) .. text
-        taken = from + #text + 1
-        texts[#texts + 1] = text
-      end
+    local text, at = options.axis and options.axis[column], (column - 1) * options.wide + 1
+    local from = text
+      and math.max(0, math.min(at - 1 - math.floor((#text - 1) / 2), #ticks - #text))
+    if text and (line == "" or from > #line) then
+      ticks[at] = style == "ascii" and "|" or "╵"
+      line = line .. (" "):rep(from - #line) .. text
     end
   end
-  if #texts == 0 then return {} end
-  return { margin .. (table.concat(ticks):gsub(" +$", "")), margin .. line }
+  return line == "" and {} or { margin .. (table.concat(ticks):gsub(" +$", "")), margin .. line }
 end
 
 function M.draw(options)
-  local style = options.style or M.style()
-  local width = 0
-  local labels = {}
+  local style, most = options.style or M.style(), options.width or math.huge
+  local labels, width = {}, 0
   for i, row in ipairs(options.rows) do
     labels[i] = show.shown(row.label)
     width = math.max(width, #labels[i])
   end
   width = math.min(width, options.label or 40)
-  local lines = { show.wrap(options.title, options.width or math.huge) }
+  local lines, margin = { show.wrap(options.title, most) }, (" "):rep(width + 2)
   for k, row in ipairs(options.rows) do
-    local parts = {}
+    local parts, label = {}, labels[k]
     for i = 1, options.columns do parts[i] = cell_text(row.cells[i], style, options.wide) end
-    local label = labels[k]
-    label = #label > width and ".." .. label:sub(-(width - 2)) or label
+    if #label > width then label = ".." .. label:sub(-(width - 2)) end
     lines[#lines + 1] = (("%" .. width .. "s %s%s%s %s"):format(label, style == "ascii" and "|"
       or "▏", table.concat(parts), style == "ascii" and "|" or "▕", row.note or ""):gsub(" +$", ""))
   end
-  for _, line in ipairs(axis_lines({ columns = options.columns, wide = options.wide,
-    axis = options.axis or {}, style = style }, (" "):rep(width + 2))) do
-    lines[#lines + 1] = line
-  end
+  for _, line in ipairs(axis_lines(options, style, margin)) do lines[#lines + 1] = line end
   local legend = { options.low .. " " .. ramp_text(style) .. " " .. options.high,
     cell_text("bad", style, 1) .. " inf or nan" }
   if options.none then legend[#legend + 1] = "blank: " .. options.none end
-  local line, room = (" "):rep(width + 2), 0
+  local line, room = margin, 0
   for i, text in ipairs(legend) do
     local size = show.width((text:gsub("\27%[[%d;]*m", "")))
-    if i > 1 and width + 2 + room + 4 + size > (options.width or math.huge) then
+    if i > 1 and #margin + room + 4 + size > most then
       lines[#lines + 1] = line
-      line, room = (" "):rep(width + 2), 0
+      line, room = margin, 0
     end
     line, room = line .. (room > 0 and "    " or "") .. text, room + (room > 0 and 4 or 0) + size
   end

@@ -401,17 +401,16 @@ function plot.run(rows, options)
   M_ffi.raise_if(type(rows) ~= "table",
     "plot.run: expected a list of rows, such as trainer:run().rows, got %s", tostring(rows))
   options = options or {}
-  local x, loss, scale, marks = {}, {}, {}, {}
+  local x, loss, scale, marks, low, high = {}, {}, {}, {}, math.huge, -math.huge
   for i, row in ipairs(rows) do
     x[i], loss[i], scale[i] = row.step, row.loss or 0 / 0, row.scale or 0 / 0
+    low, high = math.min(low, scale[i]), math.max(high, scale[i])
     if row.overflow and row.overflow ~= 0 then marks[#marks + 1] = row.step end
   end
   -- the title says where a resumed run begins; some scripts count steps from 1
   local since = x[1] and x[1] > 1 and (", since step %d"):format(x[1]) or ""
   local parts = { plot.draw { title = "loss" .. since, x = x, y = loss, width = options.width,
     height = options.height or 10, ascii = options.ascii, x_name = "step" } }
-  local low, high = math.huge, -math.huge
-  for _, s in ipairs(scale) do low, high = math.min(low, s), math.max(high, s) end
   if high > 1 or high ~= low then
     parts[2] = high == low and #marks == 0 and "the loss scale stayed at " .. show.scale(high)
       or plot.draw { title = "loss scale" .. since, x = x, y = scale, log = 2, marks = marks,
