@@ -256,6 +256,19 @@ describe("a run's commands", function()
     assert.matches("^<!doctype html>", inside("report b -o -").out)
   end)
 
+  it("report draws a shadow of many verdicts at some of the steps", function()
+    helper.write(folder .. "/small.lua", "return { name = 'small', options = {}, " ..
+      "init = function() return { scale = 1, n = 0 } end, decide = function(s) " ..
+      "s.n = s.n + 1 return s.n % 2 + 1 end }")
+    assert.equal("", inside("train.lua run=flips steps=700 policy=static shadow=small.lua").err)
+    local points = require("cjson").decode(inside("report flips -o -").out:match(
+      '<script type="application/json" id="data">(.-)</script>')).shadows[1].points
+    assert.equal(601, #points)
+    local h = require("engine").history.open(folder .. "/runs/flips")
+    for i = 1, 601, 100 do assert.equal(h:shadows_at(points[i][1])[1].scale, points[i][2]) end
+    h:close()
+  end)
+
   it("report and export show the meters of FP8 layers in the metered steps", function()
     helper.write(folder .. "/fp8.lua",
       (script:gsub('precision = "fp16"',

@@ -123,12 +123,11 @@ local function or_null(value) return value == nil and json.null or value end
 -- Returns c, a result of verify.compare, as an object for --json. why: the reason why the live run
 -- made fewer steps than planned, or nil.
 local function object_of(plan, c, interrupted, why)
-  local list, notes = {}, {}
+  local list, notes = {}, { unpack(plan.notes) }
   for i, d in ipairs(c.list) do
     list[i] = { step = d.step, column = d.column, replay = or_null(d.replay),
       live = or_null(d.live), verdict = d.mark }
   end
-  for i, note in ipairs(plan.notes) do notes[i] = note end
   for _, note in ipairs(c.notes) do notes[#notes + 1] = "setting " .. note end
   return { policy = plan.result.name, checkpoint = plan.checkpoint or json.null, from = plan.from,
     steps = c.steps, wanted = #plan.rows, interrupted = interrupted, error = why or json.null,

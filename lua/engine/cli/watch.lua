@@ -75,14 +75,12 @@ local function refresh(path, names, state)
     line = ("%s: %s%s  %s"):format(state.name, ended, how == "running" and share
       and (", %d %%"):format(share) or "", progress)
   end
-  local good
+  local good = true
   if columns and last then
     good = draw(frame(h, names, line, columns, rows), columns, rows, not state.drawn)
     state.drawn = true
   elseif line ~= state.line or last then
     good = io.stdout:write(require("engine.base.show").shown(line), "\n") and io.stdout:flush()
-  else
-    good = true
   end
   state.line = line
   h:close()

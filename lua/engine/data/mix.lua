@@ -143,21 +143,20 @@ function M.new(o)
         "have next(), state() and restore(), but it has no %s()", k, method)
     end
   end
-  local weights, total = o.weights or {}, 0
-  raise_if(type(weights) ~= "table" or o.weights and #weights ~= #loaders,
+  local given, weights, total = o.weights, {}, 0
+  raise_if(given and (type(given) ~= "table" or #given ~= #loaders),
     "data.mix: expected %d weights, one for each loader, got %s", #loaders,
-    type(weights) == "table" and #weights or M_ffi.value_text(weights))
+    type(given) == "table" and #given or M_ffi.value_text(given))
   for k = 1, #loaders do
-    local w = o.weights and weights[k] or 1
+    local w = given and given[k] or 1
     expect(type(w) == "number" and w >= 0 and w < math.huge, w,
       "data.mix: expected weight %d to be a finite number of 0 or more", k)
-    total = total + w
+    weights[k], total = w, total + w
   end
   if total <= 0 then raise("data.mix: expected a weight above 0, got only 0") end
   if total == math.huge then raise("data.mix: expected weights with a finite sum, got inf") end
   local limits, shares, exact, sum, last = {}, {}, {}, 0, 1
-  for k = 1, #loaders do
-    local w = o.weights and weights[k] or 1
+  for k, w in ipairs(weights) do
     sum = sum + w
     limits[k], shares[k], exact[k] = sum / total, ("%.3g %%"):format(100 * w / total), show.exact(w)
     if w > 0 then last = k end

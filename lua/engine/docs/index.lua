@@ -163,16 +163,13 @@ end
 
 --- Returns "; did you mean 'x'?", or "" if no name is near.
 function Index:hint(name)
-  local names, seen = {}, {}
-  local function offer(text)
-    if not seen[text] then names[#names + 1], seen[text] = text, true end
-  end
+  local names = {}
   for _, list in ipairs { self.entries, self.words } do
     for _, entry in ipairs(list) do
       for _, own in ipairs(entry.names) do
-        offer(own)
-        offer((own:gsub("^engine%.", "")))
-        offer(last_part(own))
+        for _, form in ipairs { own, (own:gsub("^engine%.", "")), last_part(own) } do
+          names[#names + 1] = form
+        end
       end
     end
   end

@@ -35,21 +35,15 @@ local MOST_POINTS = 600          -- a shadow with more verdicts is drawn at abou
 -- run has the shadow no longer, and always for a shadow of FP8 layers. If there are more than
 -- MOST_POINTS, returns only the verdicts in force at MOST_POINTS + 1 evenly spaced steps.
 local function points_of(h, name, axis)
-  local points = {}
-  local n = h:query("SELECT count(*) AS n FROM (SELECT 1 FROM shadows WHERE name = ? LIMIT ?)",
-    name, MOST_POINTS + 1)[1].n
-  if n <= MOST_POINTS then
-    for _, row in ipairs(h:shadow(name)) do
-      points[#points + 1] = { row.step, row.scale or false, row.action }
-    end
-    return points
-  end
-  for i = 0, MOST_POINTS do
+  local points, n = {}, h:query("SELECT count(*) AS n FROM (SELECT 1 FROM shadows WHERE name = " ..
+    "? LIMIT ?)", name, MOST_POINTS + 1)[1].n
+  local rows = n <= MOST_POINTS and h:shadow(name) or {}
+  for i = 0, n > MOST_POINTS and MOST_POINTS or -1 do
     local step = axis.first + math.floor((axis.last - axis.first) * i / MOST_POINTS)
-    local row = h:query("SELECT scale, action FROM shadows WHERE name = ? AND step <= ? ORDER " ..
-      "BY step DESC LIMIT 1", name, step)[1]
-    if row then points[#points + 1] = { step, row.scale or false, row.action } end
+    rows[#rows + 1] = h:query("SELECT ? AS step, scale, action FROM shadows WHERE name = ? AND " ..
+      "step <= ? ORDER BY shadows.step DESC LIMIT 1", step, name, step)[1]
   end
+  for i, row in ipairs(rows) do points[i] = { row.step, row.scale or false, row.action } end
   return points
 end
 
