@@ -69,7 +69,7 @@ end
 
 -- Returns one line of advice if, on `ranks` ranks, a smaller bucket saves at least 1 MiB and a
 -- tenth of each rank's memory; else nil. To find this bucket, halves the size until a halving saves
--- less than 5 % of the memory.
+-- less than 5 % of the memory, or the size is 1/64 MiB.
 local function smaller_bucket(job, params, options, ranks)
   local plan = require "engine.dist.plan"
   local function with(bucket, zero)

@@ -17,7 +17,8 @@
 --            the list leaves some out
 --   marked   further marks, a row for each: { { name =, symbol = "s", at = { x ... }, count = } }
 --   x_name   the name of the x axis, such as "step"
---   width, height   in characters; by default, the terminal's width (120 at most) and 12
+--   width, height   in characters; by default, the terminal's width (120 at most; 80 without a
+--            terminal) and 12
 --   ascii    true: * instead of braille (by default where the terminal shows only ASCII)
 -- Inf and NaN do not fit on an axis: they are left out and, except with `curves` or `sparse`,
 -- counted in the title. Called by scripts, views.lua, chart.lua and cli/plan.lua.
@@ -280,15 +281,15 @@ end
 
 -- Returns a row with a symbol in every column that holds a marked x, or nil if there is none.
 local function mark_row(marks, columns, range, symbol)
-  local cells, any, low, high = {}, false, range.x_low, range.x_high
+  local cells, low, high = {}, range.x_low, range.x_high
   for column = 1, columns do cells[column] = " " end
   for _, x in ipairs(marks) do
     if x >= low and x <= high then
       cells[math.floor((x - low) / (high - low) * (columns - 1) + 0.5) + 1] = symbol
-      any = true
     end
   end
-  return any and (table.concat(cells):gsub(" +$", "")) or nil
+  local text = table.concat(cells):gsub(" +$", "")
+  return text ~= "" and text or nil
 end
 
 plot.number_text = number_text
