@@ -111,7 +111,7 @@ function scale(x){var e=Math.log2(x);return Math.abs(e-Math.round(e))<1e-9&&
 Math.abs(e)>13?power("2",Math.round(e)):num(x)}
 function percent(x){if(x===null)return"–";x*=100;
 return x===0?"0 %":x<0.01?"<0.01 %":parseFloat(x.toPrecision(3))+" %"}
-var show={loss:num,scale:scale,stored:num,amax:num,norm:num,lr:num,underflow:percent,zeros:percent};
+var show={loss:num,scale:scale,stored:num,norm:num,lr:num,underflow:percent};
 function range(c,i,how){
   if(c.mean[i]===null)return"–";
   return D.width>1&&c.min[i]!==c.max[i]?how(c.min[i])+" … "+how(c.max[i]):how(c.mean[i])
@@ -174,9 +174,8 @@ panels.forEach(function(svg){
     var p=inside(svg,ev),r=Math.floor((p.y-h.top)/h.row),c=-1,i;
     for(i=0;i<h.x.length;i++)if(p.x*1000>=h.x[i][0]&&p.x*1000<h.x[i][1]){c=i;break}
     if(r<0||r>=h.rows||c<0){tip.classList.remove("on");cell.style.visibility="hidden";return}
-    var t=svg.dataset.heat==="layers"?layer(h,r,c):svg.dataset.heat==="time"?exponent(h,r,
-    c):svg.dataset.heat==="fp8"?meter(h,r,c):share(h,r,c);
-    tip.innerHTML=t;place(ev);
+    tip.innerHTML={layers:layer,shares:share,time:exponent,fp8:meter}[svg.dataset.heat](h,r,c);
+    place(ev);
     cell.setAttribute("x",h.x[c][0]/10+"%");
     cell.setAttribute("width",(h.x[c][1]-h.x[c][0])/10+"%");
     cell.setAttribute("y",r*h.row);cell.setAttribute("height",h.row);
