@@ -197,6 +197,7 @@ local parts = {
 }
 
 return setmetatable(engine, {
+  parts = parts,                 -- for docs/functions.lua
   __index = function(t, key)
     local part = parts[key]
     if not part then

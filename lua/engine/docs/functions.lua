@@ -6,14 +6,6 @@ local M_ffi = require "engine.base.ffi"
 
 local M = {}
 
-local function upvalue(f, wanted)
-  for i = 1, 250 do
-    local name, value = debug.getupvalue(f, i)
-    if not name then return nil end
-    if name == wanted then return value end
-  end
-end
-
 -- Returns where a function is defined, { path =, line = }; nil for a function outside lua/engine.
 local function definition(f)
   local info = debug.getinfo(f, "S")
@@ -197,7 +189,7 @@ function M.read(engine, add)
     end
   end
   reader:enter_tensor(engine)
-  local parts = upvalue(getmetatable(engine).__index, "parts")
+  local parts = getmetatable(engine).parts
   for _, name in ipairs(nearest.keys(parts)) do
     reader:enter_part(name, engine[name], parts[name]:match "^%S+")
   end
