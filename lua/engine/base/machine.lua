@@ -7,9 +7,6 @@ local machine = {}
 -- Returns the seconds on a monotonic clock.
 function machine.clock() return C.eng_clock() end
 
---- Waits `seconds`; a signal ends the wait early.
-function machine.sleep(seconds) C.eng_sleep(seconds) end
-
 local columns, rows = ffi.new("int[1]"), ffi.new("int[1]")
 
 -- Returns the columns and rows of the terminal behind a file descriptor (1: stdout); nil if the

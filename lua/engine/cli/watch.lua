@@ -132,7 +132,7 @@ local function main(given)
       return path and try(path, names, state)
     end)
     if good and ended == nil and C.eng_interrupted() == 0 then
-      require("engine.base.machine").sleep(every)
+      C.eng_sleep(every)               -- a signal ends the wait early
     end
   until not good or ended ~= nil or C.eng_interrupted() > 0
   C.eng_interrupt_policy(before)

@@ -200,26 +200,22 @@ function Tokenizer:encode_memory(text, special)
   return out_ids[0], tonumber(out_size[0])
 end
 
-local ENCODE = "special"
-
 --- Returns the ids of a text as a list. special = false leaves out the special tokens that the file
 --- puts around a text. Bytes that are not UTF-8 count as U+FFFD, as in Python's decode("utf-8",
 --- "replace").
 function Tokenizer:encode(text, options)
-  local special = read_named(options, "encode", ENCODE).special
+  local special = read_named(options, "encode", "special").special
   local ids, n = self:encode_memory(text, special)
   local list = {}
   for i = 1, n do list[i] = ids[i - 1] end
   return list
 end
 
-local DECODE = "special"
-
 --- Returns the text of a list of ids. special = true includes special tokens, which are left out by
 --- default.
 function Tokenizer:decode(ids, options)
   expect(type(ids) == "table", ids, "tokenizer: expected a list of ids, such as ids:totable()")
-  local special, n = read_named(options, "decode", DECODE).special, #ids
+  local special, n = read_named(options, "decode", "special").special, #ids
   local list = ffi.new("uint32_t[?]", math.max(n, 1))
   for i = 1, n do
     local id = ids[i]
