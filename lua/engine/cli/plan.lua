@@ -127,7 +127,6 @@ local function job_of(trainer, options, records, wanted, measured, step)
   for _, n in ipairs(measured or {}) do first[n] = plan.sizes(optimizer.params, options, 0, n) end
   job.advice = smaller_bucket(job, optimizer.params, options, wanted[#wanted])
   M_ffi.check(C.eng_step_end())
-  sizes[1] = sizes[1] or plan.sizes(optimizer.params, options, 0, 1)
   sizes[1].gradients = job.gradient_bytes
   first[1] = sizes[1]
   job.sizes = function(n) return sizes[n] end

@@ -14,7 +14,9 @@ Index.__index = Index
 --- Reads the whole reference. `commands`: the subcommands, a list of { name, doc, help, where }.
 function M.new(commands)
   local self = setmetatable({ entries = {}, words = {}, by_name = {} }, Index)
+  local trainer
   local function add(entry)
+    if entry.name == "engine.trainer" then trainer = entry end
     entry.names = entry.names or { entry.name }
     if entry.documented == nil then entry.documented = entry.text:find("%S") ~= nil end
     self.entries[#self.entries + 1] = entry
@@ -26,10 +28,6 @@ function M.new(commands)
   end
   require("engine.docs.functions").read(require "engine", add)
   require("engine.docs.c").read(add)
-  local trainer
-  for _, entry in ipairs(self.entries) do
-    if entry.name == "engine.trainer" then trainer = entry end
-  end
   contract.read(trainer, add, function(entry)
     entry.names = { entry.name }
     self.words[#self.words + 1] = entry
