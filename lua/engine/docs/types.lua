@@ -101,11 +101,9 @@ function histogram:sum(from, to) end
 ---@field name string
 ]]
 
-local function comment(text, indent)
+local function comment(text)
   local lines = {}
-  for line in text:gsub("%s+$", ""):gmatch("[^\n]*") do
-    if line ~= "" then lines[#lines + 1] = (indent or "") .. "--- " .. line end
-  end
+  for line in text:gsub("%s+$", ""):gmatch("[^\n]+") do lines[#lines + 1] = "--- " .. line end
   return table.concat(lines, "\n")
 end
 

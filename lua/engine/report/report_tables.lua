@@ -13,16 +13,16 @@ local escape, number, grouped, percent = chart.escape, chart.number, show.groupe
 local section, counted = html.section, show.counted
 
 function M.overflow_sections(h)
-  local rows, most = {}, 0
+  local rows = {}
   local counts = h:query([[SELECT coalesce(p.name, 'parameter ' || s.first_bad) AS name,
       count(*) AS n, max(step) AS last
     FROM steps s LEFT JOIN parameters p ON p.id = s.first_bad WHERE overflow GROUP BY s.first_bad
         ORDER BY n DESC, name]])
-  for _, row in ipairs(counts) do most = math.max(most, row.n) end
+  if #counts == 0 then return "" end
   for i = 1, math.min(12, #counts) do
     local row = counts[i]
     rows[i] = { "<code>" .. escape(row.name) .. "</code>", grouped(row.n),
-      ('<div class="bar" style="width:%.0fpx"></div>'):format(90 * row.n / most),
+      ('<div class="bar" style="width:%.0fpx"></div>'):format(90 * row.n / counts[1].n),
       grouped(row.last) }
   end
   local last = {}
@@ -31,7 +31,6 @@ function M.overflow_sections(h)
     last[#last + 1] = { grouped(row.step), chart.scale(row.scale), chart.scale(row.next_scale),
       grouped(row.inf or 0 / 0), grouped(row.nan or 0 / 0) }
   end
-  if #rows == 0 then return "" end
   return '<div class="pair">' .. section("Where overflows begin",
     #counts > 12 and ("The most frequent of %d parameters."):format(#counts) or nil,
     html.table({ "first parameter with inf or nan", "steps", "", "last at step" }, rows,
