@@ -101,6 +101,32 @@ describe("deepspeed.initialize", function()
     assert.equal("deepspeed", engine.policy.load({ fp16 = { hysteresis = 3 } }).name)
   end)
 
+  it("computes the number of micro-batches from the batch sizes", function()
+    local ds = engine.deepspeed.initialize { model = model_of(), log = "quiet", steps = 1,
+      config = { optimizer = { type = "Adam" }, train_batch_size = 6,
+        train_micro_batch_size_per_gpu = 2, gradient_accumulation_steps = "auto" } }
+    local actions = {}
+    for i = 1, 3 do
+      ds:backward(ds(engine.ones(2, 8)):mean())
+      actions[i] = ds:step().action
+    end
+    assert.same({ "accumulate", "accumulate", "step" }, actions)
+  end)
+
+  it("shows no total without a number of steps", function()
+    local out = helper.run({ helper.write(folder .. "/job.lua", [[
+      local engine = require "engine"
+      local ds = engine.deepspeed.initialize { model = engine.nn.linear(2, 2),
+        config = { optimizer = { type = "Adam" } } }
+      for _ = 1, 3 do
+        ds:backward(ds(engine.ones(2, 2)):mean())
+        ds:step()
+      end
+      ds:close()]]) }).out
+    assert.matches("step 2  loss", out, 1, true)
+    assert.matches("done after 3 steps: 3 updates, 0 skipped", out, 1, true)
+  end)
+
   it("names the keys of zero_optimization except the stage, which chooses the policy", function()
     local script = helper.write(folder .. "/job.lua", [[
       local engine = require "engine"
@@ -150,6 +176,15 @@ describe("deepspeed.initialize", function()
       optimizer = adam })
     refused("expected gradient_accumulation_steps to be a whole number", { optimizer = adam,
       gradient_accumulation_steps = 0 })
+    refused("expected train_batch_size to be train_micro_batch_size_per_gpu * " ..
+      "gradient_accumulation_steps on one rank, got 32, 4 and 2", { optimizer = adam,
+      train_batch_size = 32, train_micro_batch_size_per_gpu = 4, gradient_accumulation_steps = 2 })
+    refused("on one rank, got 32, 10 and 3", { optimizer = adam, train_batch_size = 32,
+      gradient_accumulation_steps = 3 })
+    refused("on one rank, got 4, 8 and 0", { optimizer = adam, train_batch_size = 4,
+      train_micro_batch_size_per_gpu = 8 })
+    refused("expected train_batch_size to be a whole number of 1 or more, got 0",
+      { optimizer = adam, train_batch_size = 0 })
     refused("expected fp16 to be an object, got true", { optimizer = adam, fp16 = true })
     refused("expected bf16 to be an object, got 'auto'", { optimizer = adam, bf16 = "auto" })
     refused("has no key 'hysteresys'", { optimizer = adam, fp16 = { enabled = true,

@@ -114,7 +114,8 @@ function Link:ask(request)
 end
 
 local function status_text(s)
-  local parts = { ("%s: %d of %d steps made%s"):format(s.run or "?", s.step, s.steps,
+  local most = s.steps < 2 ^ 52 and (" of %d"):format(s.steps) or ""   -- else without limit
+  local parts = { ("%s: %d%s steps made%s"):format(s.run or "?", s.step, most,
     s.paused and ", paused" or ""), ("%d updates, %d skipped"):format(s.updates, s.skipped),
     ("loss %.4f"):format(s.loss), ("lr %.4g"):format(s.lr),
     ("scale %s"):format(show.scale(s.scale)), ("policy %s"):format(s.policy) }

@@ -54,13 +54,15 @@ local function put(self, ...)
   self:warn(("cannot write to stdout (%s); the run continues without this output"):format(why))
 end
 
+-- Returns a number of steps, or nil if it is unknown: 0, nil, or so large that it means no limit.
+local function known(total) return total and total > 0 and total < 2 ^ 52 and total or nil end
+
 --- Returns a new display. Options: total (steps of the run; 0 or nil: unknown), json (stdout gets
 --- objects and nothing else), quiet (shows only warnings and notes that matter), silent (shows
 --- nothing). on_stderr and specs set stream and columns (false: no terminal), and specs set clock.
 function progress.new(options)
   local self = setmetatable({}, progress)
-  self.total = options.total and options.total > 0 and options.total < math.huge and options.total
-    or nil
+  self.total = known(options.total)
   self.json_mode, self.silent = options.json or false, options.silent or false
   self.quiet = options.quiet or self.silent
   self.stream = options.stream or io.stdout
@@ -98,8 +100,8 @@ function progress.amount(what)
   end
 end
 
---- Sets the number of steps of the run.
-function progress:expect(total) self.total = total end
+--- Sets the number of steps of the run, as the option `total`.
+function progress:expect(total) self.total = known(total) end
 
 --- Returns the number of columns of the terminal, or false if stdout is not a terminal.
 function progress:columns()

@@ -69,8 +69,28 @@ local function enabled(config, key, off)
   return value == true or value == "true"
 end
 
--- The keys of a configuration that unused() leaves out. `scheduler` is refused elsewhere. The keys
--- that set the batch size have no effect, because the loop decides it.
+-- Returns the number of micro-batches per update. As DeepSpeed does, computes it from the two batch
+-- sizes if the configuration does not have it, and refuses sizes that contradict each other.
+local function micro_batches(config)
+  local function count(key)
+    local value = config[key]
+    if value == nil or value == json.null or value == "auto" then return nil end
+    expect(type(value) == "number" and value >= 1 and value % 1 == 0, value,
+      "deepspeed: expected %s to be a whole number of 1 or more", key)
+    return value
+  end
+  local whole, micro = count "train_batch_size", count "train_micro_batch_size_per_gpu"
+  local every = count "gradient_accumulation_steps"
+    or whole and micro and math.floor(whole / micro) or 1
+  micro = micro or whole and math.floor(whole / every)
+  raise_if(whole and whole ~= micro * every, "deepspeed: expected train_batch_size to be " ..
+    "train_micro_batch_size_per_gpu * gradient_accumulation_steps on one rank, got %s, %s and %s",
+    whole, micro, every)
+  return every
+end
+
+-- The keys of a configuration that unused() leaves out. `scheduler` is refused elsewhere. The batch
+-- sizes only determine the number of micro-batches; the loop chooses the batches.
 local USED = set_of [[optimizer scheduler fp16 bf16 bfloat16 gradient_clipping
   gradient_accumulation_steps train_batch_size train_micro_batch_size_per_gpu]]
 
@@ -125,11 +145,10 @@ function M.initialize(given)
   local bf16, bfloat16, fp16 = enabled(config, "bf16", off), enabled(config, "bfloat16", off),
     enabled(config, "fp16", off)
   local precision = (bf16 or bfloat16) and "bf16" or fp16 and "fp16" or "fp32"
-  local every, clip = config.gradient_accumulation_steps or 1, config.gradient_clipping
-  expect(type(every) == "number" and every >= 1 and every % 1 == 0, every,
-    "deepspeed: expected gradient_accumulation_steps to be a whole number of 1 or more")
+  local every = micro_batches(config)
   local opt = o.optimizer or optimizer_of(config.optimizer, o.model, precision)
-  local options = { optimizer = opt, precision = precision, clip = clip }
+  local options = { optimizer = opt, precision = precision,
+    clip = config.gradient_clipping }
   for key in PASSED:gmatch("%S+") do options[key] = o[key] end
   if o.policy then options.policy = o.policy
   elseif precision == "fp16" then
