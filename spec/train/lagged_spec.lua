@@ -195,6 +195,61 @@ describe("lagged training", function()
     history:close()
   end)
 
+  it("counts the updates of the step in flight right after an overflow", function()
+    local folder = helper.folder()
+    local policy = { file = "counts.lua", source = [[return { name = "counts",
+      init = function() return { scale = 2^30 } end,
+      decide = function(state, record)
+        state.scale = record.overflow and state.scale / 2 or state.scale
+        return { scale = state.scale, log = { updates = record.updates } }
+      end }]] }
+    local seen, summary = train { mode = "lagged", policy = policy, run = folder .. "/run" }
+    local history, updates = engine.history.open(folder .. "/run"), 0
+    local r = engine.replay.run(engine.replay.trace(folder .. "/run"), policy)
+    for i, row in ipairs(history:query "SELECT step, updates FROM steps ORDER BY step") do
+      assert.same({ updates, updates }, { row.updates, r.logs.updates[i] })
+      updates = updates + (seen.overflow[row.step] == 0 and 1 or 0)
+    end
+    assert.equal(summary.updates, updates)
+    history:close()
+    helper.remove(folder)
+  end)
+
+  it("counts a step as updated whose verdict is stop or rollback", function()
+    local folder = helper.folder()
+    for _, action in ipairs { "stop", "rollback" } do
+      local run = folder .. "/" .. action
+      local policy = { file = "ends.lua", source = ([[return { name = "ends",
+        init = function() return { scale = 1024, made = 0 } end,
+        decide = function(state, record)
+          state.made = state.made + 1
+          local now = state.made == 6
+          return { scale = 1024, action = now and "%s" or nil, reason = now and "enough" or nil }
+        end }]]):format(action) }
+      local _, summary = train { mode = "lagged", policy = policy, run = run, steps = 12,
+        checkpoint_every = 3 }
+      local history = engine.history.open(run)
+      local row = history:query "SELECT action, reason FROM steps WHERE step = 5"[1]
+      assert.same({ action = "step", reason = "enough" }, row)
+      assert.equal(0, history:totals().skipped)
+      history:close()
+      local r = engine.replay.run(engine.replay.trace(run), policy)
+      assert.equal(0, r.skipped)
+      assert.equal(action == "stop" and 6 or nil, r.stopped_at)
+      assert.equal(r.steps, r.certainty.exact)
+      if action == "stop" then
+        assert.equal("enough", summary.stopped)
+        assert.same({ summary.updates, summary.steps, 0 }, { summary.steps,
+          require("engine.run.runs").info(run).updates, summary.skipped })
+      else
+        -- a policy that does not roll back departs at this verdict
+        r = engine.replay.run(engine.replay.trace(run), "static", { loss_scale = 1024 })
+        assert.equal(6, r.certainty.from)
+      end
+    end
+    helper.remove(folder)
+  end)
+
   it("refuses unknown modes, and options that need the current record", function()
     helper.refuses("mode=lagged: trap runs an overflowed step again",
       train, { mode = "lagged", trap = "overflow" })

@@ -31,25 +31,22 @@ function verdict_methods.what(v) return ACTIONS[v.action] end
 --- The reason as text, "" if the policy gave none.
 function verdict_methods.why(v) return ffi.string(v.reason) end
 
---- Returns what a lagged run does with a step if the policy asks for `action` (both are numbers
---- ENG_ACTION_*). The verdict comes too late for the update: the device has already skipped it if
---- the step overflowed, and made it otherwise.
-function M.lagged_action(action, overflow)
-  if action == C.ENG_ACTION_STOP or action == C.ENG_ACTION_ROLLBACK then return action end
-  return overflow and C.ENG_ACTION_SKIP or C.ENG_ACTION_STEP
-end
-
---- Replaces the action by what a lagged run does. If that differs, the reason says so. overflow:
---- whether the step overflowed.
+--- Replaces the action by what a lagged run has done with the step's update: the device skipped it
+--- if the step overflowed, and made it otherwise. Returns the action that the run carries out now,
+--- ENG_ACTION_*: a stop or a rollback that the policy asked for, otherwise the new action. If it is
+--- too late for the policy's action, the reason says so.
 function verdict_methods.apply_lag(v, overflow)
-  local asked, why, action = v:what(), v:why(), M.lagged_action(v.action, overflow)
-  if action == v.action then return end
-  v.action = action
+  local asked, number, why = v:what(), v.action, v:why()
+  v.action = overflow and C.ENG_ACTION_SKIP or C.ENG_ACTION_STEP
+  if number == C.ENG_ACTION_STOP or number == C.ENG_ACTION_ROLLBACK or number == v.action then
+    return number
+  end
   local reason = ("too late for %s, because mode=lagged decides after the update%s%s"):format(asked,
     why ~= "" and ": " or "", why)
   local n = 255
   while n > 0 and reason:find("^[\128-\191]", n + 1) do n = n - 1 end   -- cuts no character in two
   v.reason = reason:sub(1, n)
+  return v.action
 end
 
 ffi.metatype("eng_verdict", {

@@ -276,13 +276,14 @@ function M.certainty(late)
 end
 
 --- Adds a step to a policy's certainty. known: the first result of M.move, or "unmeasured". own,
---- run: the policy's verdict and the run's. rungs: whether an FP8 policy makes the layers compute
---- differently than in the run. Returns whether the policy's verdict is exact.
+--- run: the policy's verdict and the run's. apart: whether they differ in what the two verdicts do
+--- not hold: an FP8 policy's rungs, or a rollback in lagged mode. Returns whether the policy's
+--- verdict is exact.
 ---
 --- `least` counts the skips among the exact verdicts. After an overflow that may be hidden, it also
 --- counts the next known skip, because the policy skips either at the hidden overflow or at that
 --- step. Later skips do not count.
-function M.judge(certainty, step, known, own, run, rungs)
+function M.judge(certainty, step, known, own, run, apart)
   local c = certainty
   local exact = not c.from and known == "exact"
   if own.action ~= C.ENG_ACTION_STEP and known == "exact" and not c.closed then
@@ -290,7 +291,7 @@ function M.judge(certainty, step, known, own, run, rungs)
   end
   if exact then c.exact = c.exact + 1 else c.bounds = c.bounds + 1 end
   if not exact and not c.from then c.from, c.why = step, WHY[known] end
-  local apart = rungs or departs(own, run)
+  apart = apart or departs(own, run)
   if apart and not c.from then c.from, c.why = step + 1, WHY.departs end
   c.closed = c.closed or apart or known == "bound" or known == "unmeasured"
   return exact

@@ -12,7 +12,7 @@ local replay_fp8 = require "engine.run.replay_fp8"
 local show = require "engine.base.show"
 local trace_of = require "engine.run.trace"
 
-local ffi, fail_if = M_ffi.ffi, M_ffi.fail_if
+local C, ffi, fail_if = M_ffi.C, M_ffi.ffi, M_ffi.fail_if
 
 local M = { trace = trace_of.open }
 
@@ -99,13 +99,15 @@ function M.run(trace, source, options, look)
     end
     if look then look.before(i, policy) end
     local verdict = policy:decide(record, stats)
-    if trace.lagged then verdict:apply_lag(record.overflow ~= 0) end
+    local asked = trace.lagged and verdict:apply_lag(record.overflow ~= 0) or verdict.action
     local action = verdict:what()
     scales[i], actions[i] = verdict.scale, action
     result.logs = policy:add_logs(result.logs, i)
     if trace.names then
-      marks[i] = counterfactual.judge(result.certainty, tonumber(record.step), known, verdict,
-        trace.rows[i - 1]) and "exact" or "bound"
+      local row = trace.rows[i - 1]
+      local went_back = row.skip == row.skip
+      marks[i] = counterfactual.judge(result.certainty, tonumber(record.step), known, verdict, row,
+        trace.lagged and went_back ~= (asked == C.ENG_ACTION_ROLLBACK)) and "exact" or "bound"
     end
     if look then look.after(i, record, verdict, marks[i]) end
     logs = logs + math.log(scale) / math.log(2)
@@ -119,7 +121,7 @@ function M.run(trace, source, options, look)
     else
       result.skipped = result.skipped + 1
     end
-    if action == "stop" then
+    if asked == C.ENG_ACTION_STOP then
       result.stopped_at, result.reason = tonumber(record.step) + 1, verdict:why()
       break
     end

@@ -160,8 +160,9 @@ function Shadows:observe(s, record, stats, verdict, updated, run)
     one.steps, one.run_skipped = one.steps + 1, one.run_skipped + (updated and 0 or 1)
     local own, known = self:ask(one, s.shadow_scales[i], record, stats, s.signals)
     local over = self.record.overflow ~= 0
-    if trainer.delay == 1 then own:apply_lag(over) end
-    local bound = not counterfactual.judge(one.certainty, step, known, own, verdict)
+    local asked = trainer.delay == 1 and own:apply_lag(over) or own.action
+    local bound = not counterfactual.judge(one.certainty, step, known, own, verdict,
+      (asked == C.ENG_ACTION_ROLLBACK) ~= trainer:asks(verdict, C.ENG_ACTION_ROLLBACK))
     if own.failed ~= 0 then count_failure(self, one, step, own:why(), run) end
     if own.action ~= C.ENG_ACTION_STEP then one.skipped = one.skipped + 1 end
     if over then one.overflows = one.overflows + 1 end

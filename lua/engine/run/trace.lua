@@ -12,7 +12,6 @@ local counterfactual = require "engine.run.counterfactual"
 local files = require "engine.base.file"
 local formats = require "engine.base.formats"
 local histories = require "engine.run.history"
-local policies = require "engine.policy.policy"
 
 local C, ffi, fail_if = M_ffi.C, M_ffi.ffi, M_ffi.fail_if
 local log2 = function(x) return math.log(x) / math.log(2) end
@@ -106,8 +105,10 @@ function M.run(path)
       accumulate = tonumber(meta.accumulate or config.accumulate) or 1,
       lagged = (meta.mode or config.mode) == "lagged" }, Run)
     local i, skips = 0, {}
-    for _, event in ipairs(history:events "rollback") do   -- of the step after the verdict
-      skips[(event.step or 0) - 1] = tonumber(tostring(event.data):match '"skip": *(%d+)')
+    for _, event in ipairs(history:events "rollback") do
+      local data = tostring(event.data)                    -- old histories lack `verdict`
+      skips[tonumber(data:match '"verdict": *(%d+)') or (event.step or 0) - 1] =
+        tonumber(data:match '"skip": *(%d+)')
     end
     for row in history:each("SELECT " .. history:columns(COLUMNS) ..
       ", action, hist FROM steps ORDER BY step, attempt") do
@@ -116,8 +117,8 @@ function M.run(path)
       for _, name in ipairs(COLUMNS) do to[name] = tonumber(row[name]) or 0 / 0 end
       to.back, to.skip = 0 / 0, skips[tonumber(row.step)] or 0 / 0
       to.action, self.hists[i + 1] = C.eng_action_from_name(tostring(row.action)), row.hist
-      if self.lagged and to.action >= 0 then               -- version 0.1 recorded what was asked
-        to.action = policies.lagged_action(to.action, to.overflow ~= 0)
+      if self.lagged and to.action >= 0 then               -- old histories have what was asked
+        to.action = to.overflow ~= 0 and C.ENG_ACTION_SKIP or C.ENG_ACTION_STEP
       end
       i = i + 1
     end

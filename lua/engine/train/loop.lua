@@ -101,7 +101,7 @@ local function show_verdict(self, step, verdict)
       self.instead and ("the action is %s instead"):format(self.instead)
       or self.decided and "its last good verdict is used"
       or "it has no good verdict yet, so the loss scale stays"))
-  elseif verdict.action == C.ENG_ACTION_STOP then
+  elseif self:asks(verdict, C.ENG_ACTION_STOP) then
     self.progress:note(("step %d: policy %s stops the run%s"):format(step, self.policy.name,
       reason ~= "" and ": " .. reason or ", and gives no reason"))
   end
@@ -126,7 +126,7 @@ end
 -- continues.
 local function end_of(self, verdict)
   local reason = M_ffi.string(verdict.reason)
-  if verdict.action == C.ENG_ACTION_STOP then
+  if self:asks(verdict, C.ENG_ACTION_STOP) then
     return reason ~= "" and reason or "requested by the policy", STOPPED
   elseif verdict.failed ~= 0 and self.on_policy_error == "stop" then
     return "the policy failed: " .. reason, POLICY_FAILED
@@ -155,7 +155,7 @@ function M.show(self, outcome, record, verdict, rate)
   local note = M.loss_note(self, record)
   if note then lose(self, outcome, tonumber(record.step), note) end
   if not outcome.stopped then outcome.stopped, outcome.status = end_of(self, verdict) end
-  if verdict.action == C.ENG_ACTION_ROLLBACK then
+  if self:asks(verdict, C.ENG_ACTION_ROLLBACK) then
     outcome.rollback = { step = tonumber(record.step),
       target = tonumber(record.step - verdict.back), lr_mul = verdict.lr_mul,
       skip = tonumber(verdict.skip), reason = M_ffi.string(verdict.reason) }
@@ -188,8 +188,8 @@ local function roll_back(self, outcome)
     or "", wish.reason ~= "" and ": " .. wish.reason or "")
   self.progress:note(("step %d: %s"):format(step, text))
   -- the event has the number of the next step, because replay (trace.lua) needs this number
-  files:event(self.steps_done, "rollback", text, { to = found, path = path, skip = wish.skip,
-    lr_factor = self.lr_factor })
+  files:event(self.steps_done, "rollback", text, { verdict = step, to = found, path = path,
+    skip = wish.skip, lr_factor = self.lr_factor })
 end
 
 local function evaluate(self)

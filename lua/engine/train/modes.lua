@@ -5,7 +5,8 @@
 --   - a new scale takes effect two steps, not one, after the step whose record the policy read; the
 --     device still skips an overflowed update immediately;
 --   - a verdict of `skip` without an overflow, or of `retry`, comes too late: the verdict's action
---     becomes what the device did (apply_lag in policy/policy.lua), also in the history;
+--     becomes what the device did (apply_lag in policy/policy.lua), also in the history; so does
+--     that of `stop` and `rollback`, which the run then carries out;
 --   - clip and lr_mul come from the last verdict, usually that of two steps before; policies that
 --     set a verdict's fields for single tensors, updates or moments are refused;
 --   - the schedule counts the update in flight as applied.

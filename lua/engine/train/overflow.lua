@@ -173,7 +173,7 @@ function Overflows:look(record, verdict)
   if self.last ~= step - 1 then self.in_row, self.stuck = 0, 0 end
   self.last, self.in_row = step, self.in_row + 1
   self.stuck = verdict.scale >= record.scale and self.stuck + 1 or 0
-  local stops = verdict.action == C.ENG_ACTION_STOP
+  local stops = trainer:asks(verdict, C.ENG_ACTION_STOP)
   local stuck = stops or self.stuck == STUCK
   if not self.every_time and not stuck then return end
 

@@ -76,7 +76,7 @@ end
 
 --- Opens the step and returns it: the table s, to which the step's parts add their results. The
 --- list gives the fields of s and the function that sets each of them.
----   step, updates, scale, lr   begin: as in the record
+---   step, scale, lr            begin: as in the record
 ---   place                      begin: the position in data and random numbers, for a retry
 ---   shadow_scales              begin: the scales that the shadows would use, or nil
 ---   recipe                     begin: the precision recipe of the step's passes
@@ -109,8 +109,7 @@ function Trainer:attempt()
   local lr = self.fixed_lr or not self.schedule and opt.lr or self.schedule(self.updates)
   expect(type(lr) == "number", lr, "trainer: update %d: expected the schedule to return a " ..
     "learning rate, a number", self.updates)
-  local s = { step = self.steps_done, updates = self.updates, scale = policy:scale(), tokens = 0,
-    lr = lr }
+  local s = { step = self.steps_done, scale = policy:scale(), tokens = 0, lr = lr }
   self.groups:apply(policy)
   self:note_recipe(s.step)
   s.recipe = self.precision
@@ -261,7 +260,9 @@ function Trainer:fetch(s)
   if not s.together then
     for i = 0, self.accumulate - 1 do loss_sum[0] = loss_sum[0] + self.losses[i]:item() end
   end
-  record.step, record.updates, record.scale = s.step, s.updates, s.scale
+  record.step, record.scale = s.step, s.scale
+  -- in a lagged run, self.updates also counts those of this step and of the step in flight
+  record.updates = self.updates - (self.steps_done - s.step)
   record.lr = s.lr * self.lr_factor
   record.loss, record.elapsed, record.norm_ref = loss_sum[0] / self.accumulate, s.elapsed, 0 / 0
   self.reducer:record(record, stats, s)
@@ -281,15 +282,14 @@ local function verdict_of(self, s, record)
 end
 
 --- Runs the policy, then the policies of FP8 layers. Returns the verdict. If the verdict has caps,
---- update_norms.cap applies them and the policy decides again. In a lagged run, an action other
---- than stop and rollback becomes what the device has done. If the run cannot use the policy, for
---- example because of its next scale, the action becomes stop. If the policy was just swapped in
---- and fails, run/swap.lua brings the old policy back, which then decides this step.
+--- update_norms.cap applies them and the policy decides again. If the run cannot use the policy,
+--- for example because of its next scale, the action becomes stop. If the policy was just swapped
+--- in and fails, run/swap.lua brings the old policy back, which then decides this step. In a lagged
+--- run, the action then becomes what the device has done, and asks() gives what the run still does.
 function Trainer:decide(s, record)
   local sites = self.optimizer.fp8
   local verdict = self.swaps:observe(record, verdict_of(self, s, record), verdict_of, self, s,
     record)
-  if self.delay == 1 then verdict:apply_lag(record.overflow ~= 0) end
   s.logs = self.policy:logs()
   local problem = self:refuses(self.policy)
   if problem then verdict.reason, verdict.action = problem:sub(1, 255), C.ENG_ACTION_STOP end
@@ -297,9 +297,13 @@ function Trainer:decide(s, record)
   if sites then
     s.logs = sites:decide(record, verdict.scale / self.accumulate, s.logs, verdict, self.swaps)
   end
+  if self.delay == 1 then self.asked = verdict:apply_lag(record.overflow ~= 0) end
   self.last_verdict = verdict
   return verdict
 end
+
+--- Returns whether the run must carry out `action` (ENG_ACTION_*), by its last verdict.
+function Trainer:asks(verdict, action) return (self.asked or verdict.action) == action end
 
 --- Returns why a policy cannot be used in this run (modes.lua), or nil.
 function Trainer:refuses(policy) return modes.policy_refusal(self, policy) end
