@@ -190,7 +190,7 @@ local parts = {
   precision = "train.precision", autocast = "train.precision autocast",
   trainer = "train.assemble new", session = "train.session new", deepspeed = "train.deepspeed",
   contest = "train.script_contest new", scaler = "train.scaler new",
-  register_loss_scaler = "train.scaler register",
+  register_loss_scaler = "policy.policy register",
   policy = "policy.policy", signal = "policy.signals publish", config = "base.config",
   ranks = "dist.ranks", checkpoint = "run.checkpoint", history = "run.history",
   progress = "run.progress", replay = "run.replay", tune = "run.tune", plot = "report.plot",

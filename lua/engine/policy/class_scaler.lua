@@ -197,19 +197,17 @@ function ClassPolicy:take_over(old)
 end
 
 --- Sets the names of the tensors, in the order of the statistics that decide() gets.
-function ClassPolicy:tensors(names) self.names, self.array = names, nil end
+function ClassPolicy:tensors(names) self.names = names end
 
 -- Returns decide()'s statistics as { name = eng_tensor_stats }, or nil if the class does not need
--- them or if decide() got none. Calls with the same array return the same table.
+-- them or if decide() got none.
 function ClassPolicy:by_name(stats)
   if not stats or not self.names or bit.band(self.needs, C.ENG_NEED_TENSORS) == 0 then
     return nil
   end
-  if self.array ~= stats then
-    self.array, self.table = stats, {}
-    for i, name in ipairs(self.names) do self.table[name] = stats[i - 1] end
-  end
-  return self.table
+  local tensors = {}
+  for i, name in ipairs(self.names) do tensors[name] = stats[i - 1] end
+  return tensors
 end
 
 -- Callers use these methods of every policy. For a class they do nothing, because a class reads the

@@ -296,10 +296,9 @@ local function compile(source, file, options, path)
   return setmetatable(self, Policy)
 end
 
---- Whether a loss scale is in the range of normal f32 numbers; M.USABLE is this range as text. In
---- f32, other scales may lose bits or become 0 or inf.
+--- Whether a loss scale is in the range of normal f32 numbers. In f32, other scales may lose bits
+--- or become 0 or inf.
 function M.usable(scale) return scale >= 2 ^ -126 and scale <= (2 - 2 ^ -23) * 2 ^ 127 end
-M.USABLE = "from 2^-126 to 3.4e38"
 
 --- Returns a message if the next scale that a policy or a class has chosen is not usable, else nil.
 --- groups: the number of groups that may have separate scales.
@@ -307,8 +306,8 @@ function M.unusable(policy, groups)
   for group = 0, groups or 0 do
     local scale = group == 0 and policy:scale() or policy:group_scale(group)
     if not M.usable(scale) then
-      return ("policy %s chose a loss scale of %.10g; expected one of the normal f32 numbers, %s")
-        :format(policy.name, scale, M.USABLE)
+      return ("policy %s chose a loss scale of %.10g; expected one of the normal f32 numbers, from "
+        .. "2^-126 to 3.4e38"):format(policy.name, scale)
     end
   end
 end

@@ -224,7 +224,7 @@ function M.spread(reducer, c)
     else item.x:copy(whole) end
     if whole then whole:free() end
   end
-  if #averages > 0 then trainer.optimizer.fp8.averages:restored() end
+  if #averages > 0 then trainer.optimizer.fp8.averages:start() end
 end
 
 -- ------------------------------------------------------------------ reading

@@ -2,7 +2,8 @@
 -- activation_amax.MODULE, the largest magnitude, and activation_kurtosis.MODULE, the fourth central
 -- moment over the squared variance (3 for a normal distribution). Each signal is the largest value
 -- over a step's micro-batches and ranks. Outputs are measured only while a policy needs
--- `activations` or the trainer's option `activations` names modules. Called by trainer.lua.
+-- `activations` or the trainer's option `activations` names modules. Called by trainer.lua, and by
+-- modes.lua, which asks for the modules.
 local autograd = require "engine.tensor.autograd"
 local module = require "engine.nn.module"
 local precision = require "engine.train.precision"

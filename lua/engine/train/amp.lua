@@ -26,7 +26,6 @@ local function low_format()
   return (format == "f16" or format == "bf16") and format or nil
 end
 
--- Returns whether x is a tensor that may be cast.
 local function castable(x) return tensor.is_tensor(x) and FLOAT[x.dtype] end
 
 -- Returns the arguments, with every castable tensor cast to `format`.

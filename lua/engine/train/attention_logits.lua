@@ -1,7 +1,7 @@
 -- Publishes the largest attention logit of each head as a signal logit_max.MODULE.HEAD (heads count
 -- from 1) that policies read. If a verdict has factors for the heads (`logit_muls`), multiplies the
 -- heads' logits by them. Reads a model's nn.attention modules only while a policy needs their
--- logits. Called by trainer.lua.
+-- logits. Called by trainer.lua, and by modes.lua, which asks for the modules.
 local M_ffi = require "engine.base.ffi"
 local autograd = require "engine.tensor.autograd"
 local precision = require "engine.train.precision"
@@ -17,15 +17,14 @@ Logits.__index = Logits
 
 --- Returns the nn.attention modules of a model, { path = module }, or nil if there are none.
 function M.modules(model)
-  local found
+  local found = {}
   if model.apply then
     model:apply(function(module, path)
       if rawget(module, "watch_logits") == nil then return end
-      found = found or {}
       found[path ~= "" and path or "attention"] = module
     end)
   end
-  return found
+  return next(found) and found or nil
 end
 
 --- Returns why a model's logits cannot be scaled through its query and key weights, or nil if they

@@ -3,7 +3,7 @@
 -- (branches, signals); only the capture does. The core therefore refuses operations of a captured
 -- step that draw random numbers or read values back. A batch with other shapes, dtypes or addresses
 -- than the captured batch runs operation by operation, and so does a step whose FP8 layers are
--- measured. Called by the trainer's forward_backward; owns trainer.captured.
+-- measured. Called by trainer.lua; owns trainer.captured.
 local M_ffi = require "engine.base.ffi"
 local tensor = require "engine.tensor.tensor"
 
@@ -44,7 +44,6 @@ local function tensors_of(batch)
   return handles, #list
 end
 
--- Captures the step on `batch` and returns the graph.
 local function capture(trainer, batch, handles, n)
   local out = M_ffi.new("eng_graph *[1]")
   check(C.eng_graph_begin(out, trainer.optimizer.params, handles, n))

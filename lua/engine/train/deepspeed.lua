@@ -7,10 +7,7 @@
 --     print(model_engine:step().loss)
 --   end
 --   model_engine:close()
--- The configuration's fp16 block and ZeRO stage (0 if absent) become the policy
--- (policy/deepspeed_config.lua). A block fp16 or bf16 counts only with `enabled`, as in DeepSpeed.
--- The session gets the configuration's optimizer and gradient_clipping. gradient_accumulation_steps
--- is the number of calls of step() per update. Called by scripts.
+-- policy/deepspeed_config.lua makes the policy. Called by scripts.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local config_of = require "engine.policy.deepspeed_config"
@@ -34,7 +31,6 @@ local OPTIMIZERS = { adam = "adamw", adamw = "adamw", fusedadam = "adamw", lamb 
 local PARAMS = set_of "lr betas eps weight_decay momentum nesterov dampening"
 local SWITCHES = set_of "adam_w_mode torch_adam"             -- torch_adam has no effect
 
--- Makes the optimizer that the configuration's block { type =, params = } describes.
 local function optimizer_of(block, model, precision)
   local kind = type(block) == "table" and block.type
   expect(type(kind) == "string", kind or nil, "deepspeed: expected the configuration's " ..
@@ -58,7 +54,8 @@ end
 -- of `enabled` is false. Adds the key to `off` if the block leaves `enabled` out.
 local function enabled(config, key, off)
   local block = config[key]
-  if type(block) ~= "table" then return false end
+  if block == nil or block == json.null then return false end
+  expect(type(block) == "table", block, "deepspeed: expected %s to be an object", key)
   local value = block.enabled
   if value == nil or value == json.null or value == "auto" then
     off[#off + 1] = key
@@ -111,7 +108,9 @@ end
 local PASSED = "run resume restart_data checkpoint_every log data state"   -- options of the session
 
 --- engine.deepspeed.initialize { model =, config = }. config is the path of DeepSpeed's JSON file,
---- in which comments and trailing commas are allowed, or a table with its contents. More options:
+--- in which comments and trailing commas are allowed, or a table with its contents. Of it, the
+--- optimizer, gradient_clipping, gradient_accumulation_steps (or the batch sizes that determine it)
+--- and the blocks named below have an effect. More options:
 --- optimizer and policy (instead of the configuration's optimizer and fp16 block), steps (the run
 --- ends after so many steps, skipped ones included), and, as in engine.session, run, resume,
 --- restart_data, checkpoint_every, log, data and state. Returns an engine and its optimizer.
@@ -137,18 +136,13 @@ function M.initialize(given)
     "deepspeed.initialize: expected config to be the path of a JSON file or a table")
   raise_if(type(config.scheduler) == "table",
     "deepspeed: a scheduler is not supported; hint: assign optimizer.lr before step()")
-  for _, key in ipairs { "fp16", "bf16", "bfloat16" } do
-    expect(config[key] == nil or config[key] == json.null or type(config[key]) == "table",
-      config[key], "deepspeed: expected %s to be an object", key)
-  end
   local off = {}
   local bf16, bfloat16, fp16 = enabled(config, "bf16", off), enabled(config, "bfloat16", off),
     enabled(config, "fp16", off)
   local precision = (bf16 or bfloat16) and "bf16" or fp16 and "fp16" or "fp32"
   local every = micro_batches(config)
   local opt = o.optimizer or optimizer_of(config.optimizer, o.model, precision)
-  local options = { optimizer = opt, precision = precision,
-    clip = config.gradient_clipping }
+  local options = { optimizer = opt, precision = precision, clip = config.gradient_clipping }
   for key in PASSED:gmatch("%S+") do options[key] = o[key] end
   if o.policy then options.policy = o.policy
   elseif precision == "fp16" then

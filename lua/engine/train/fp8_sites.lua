@@ -10,13 +10,8 @@
 --   opt.fp8:observe(record)              -- before the step ends
 --
 -- Every FP8 layer is a site of the core (core/fp8/linear.c) with three roles: x, w, dy. FP8
--- policies are files as in policies/README.md. They see a role as
--- record.tensors["blocks.1.mlp.up:x"]. They may return scales["blocks.1.mlp.up:x"] = the amax by
--- which to scale the role (delayed scaling). They may also return scales["blocks.1.mlp.up:high"] =
--- 2; the layer then computes in high precision in the next step. With a ladder, 2 chooses the first
--- recipe of the ladder, 3 the second and so on; larger numbers choose high precision. The core
--- gives the verdict's `scale` to names without an entry. An entry that equals `scale` therefore
--- counts as missing. Called by scripts, optim.lua and the trainer.
+-- policies see and scale them as policies/README.md says (section FP8). Called by scripts,
+-- optim.lua, the trainer and run/.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local fp8_recipe = require "engine.train.fp8_recipe"

@@ -105,7 +105,6 @@ function State:moments()
   return 0
 end
 
--- Returns whether parameter i has a Kahan compensation.
 local function compensates(self, i)
   local optimizer = self.optimizer
   return optimizer.precision.rounding == "kahan" and optimizer.list[i].tensor.dtype == "bf16"

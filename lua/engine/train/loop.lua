@@ -107,7 +107,6 @@ local function show_verdict(self, step, verdict)
   end
 end
 
--- Shows an overflow, and shows and records what the policies printed.
 local function show_overflow_and_prints(self, record, verdict)
   local step = tonumber(record.step)
   if record.overflow ~= 0 then

@@ -94,7 +94,6 @@ function M.scaler_refusal(policy)
     "hint: engine.trainer"):format(policy.name, need)
 end
 
--- Returns why a policy cannot be used in a session (session.lua), or nil.
 local function session_refusal(policy)
   local need = first_need(policy)
   local what = need and ("needs %s, which a session does not have"):format(need)
@@ -151,7 +150,6 @@ function M.fp8_refusal(trainer)
     lagged and "mode=sync" or "graph=false")
 end
 
--- Returns why this run cannot use ZeRO-3, or nil.
 local function parted_refusal(trainer)
   local reducer, fp8 = trainer.reducer, trainer.optimizer.fp8
   if not reducer.parted then return nil end

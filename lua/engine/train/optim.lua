@@ -419,19 +419,16 @@ function Optimizer:step(options)
   self._clip, self._clip_value = nil, nil
 end
 
--- Returns all moments or buffers, and the averages of weights that an FP8 recipe keeps, by name.
--- With `torn`, raises no error after an update that failed halfway.
-local function tensors_of(self, torn)
+--- Returns the moments or buffers, for checkpoints: { ["name.moment1"] = tensor }, and the averages
+--- of weights that an FP8 recipe keeps (Q-EMA). The tensors share the optimizer's memory. With
+--- `torn`, raises no error after an update that failed halfway.
+function Optimizer:state_tensors(torn)
   local tensors = self.fp8 and self.fp8.averages:tensors() or {}
   for i in ipairs(self.list) do
     for _, buffer in ipairs(self.state:of(i, nil, torn)) do tensors[buffer.name] = buffer.x end
   end
   return tensors
 end
-
---- Returns the moments or buffers, for checkpoints: { ["name.moment1"] = tensor }, and the averages
---- of weights that an FP8 recipe keeps (Q-EMA). The tensors share the optimizer's memory.
-function Optimizer:state_tensors() return tensors_of(self) end
 
 --- Sets the moments or buffers of one parameter, or of all parameters, to 0. index: the parameter's
 --- position in the list, from 1, or nil for all. The number of updates, which bias corrections
@@ -449,7 +446,7 @@ end
 function Optimizer:load_state(tensors, updates)
   expect(type(tensors) == "table", tensors, "optimizer state: expected a table { name = tensor }")
   arguments.want_whole(updates, "optimizer state", "the number of updates", 0)
-  local own, names = tensors_of(self, true), {}
+  local own, names = self:state_tensors(true), {}
   for name, target in pairs(own) do
     names[#names + 1] = name
     local source = tensors[name]
@@ -470,7 +467,7 @@ function Optimizer:load_state(tensors, updates)
   for name, target in pairs(own) do target:copy(tensors[name]) end
   self.state:restart()
   self.updates = updates
-  if self.fp8 then self.fp8.averages:restored() end
+  if self.fp8 then self.fp8.averages:start() end
 end
 
 --- Returns the memory that training takes, by role (memory.lua). loss: a function that returns a

@@ -1,6 +1,6 @@
 -- Handles the overflows of a run: writes the text of their events, runs a step again (trap.lua),
 -- and gives advice when no loss scale helps. Owned by the trainer, which calls look() for every
--- step that overflowed and left the weights unchanged.
+-- step that overflowed and left the weights unchanged. Called by loop.lua and run/run.lua, too.
 local M_ffi = require "engine.base.ffi"
 local json = require "engine.base.json"
 local show = require "engine.base.show"
@@ -115,7 +115,6 @@ local function lower_scale(policy, scale)
   return "a policy with a smaller min_scale"
 end
 
--- Returns lines of advice.
 local function advice(self, record, finding)
   local trainer, lines = self.trainer, {}
   local function say(format, ...) lines[#lines + 1] = "  " .. format:format(...) end

@@ -29,9 +29,6 @@ local ffi, C, check, expect, raise, raise_if = M_ffi.ffi, M_ffi.C, M_ffi.check, 
 
 local M = {}
 
---- Registers a class-style loss scaler by name: engine.register_loss_scaler.
-M.register = policy.register
-
 local function f32(x) return tonumber(ffi.cast("float", x)) end
 
 -- ------------------------------------------------------------------ a scaled loss
@@ -157,7 +154,7 @@ local function tell_bad(entry)
   if r.inf > 0 then parts[#parts + 1] = ("%d inf"):format(tonumber(r.inf)) end
   if r.nan > 0 then parts[#parts + 1] = ("%d nan"):format(tonumber(r.nan)) end
   if #parts == 0 then return "gradients overflow when unscaled" end
-  local first = r.first_bad >= 0 and entry.opt.list and entry.opt.list[r.first_bad + 1]
+  local first = entry.opt.list[r.first_bad + 1]
   return ("%s among the gradients%s"):format(table.concat(parts, " and "),
     first and ", the first in " .. first.name or "")
 end
@@ -212,7 +209,7 @@ local function add_up(self)
     if bit.band(self.policy.needs, C.ENG_NEED_HIST) ~= 0 then
       for b = 0, C.ENG_HIST_BINS - 1 do total.hist[b] = total.hist[b] + r.hist[b] end
     end
-    before = before + #(entry.opt.list or {})
+    before = before + #entry.opt.list
   end
   -- With one optimizer, use its norm directly; the root of its square would round.
   for name, square in pairs(squares) do
@@ -220,7 +217,7 @@ local function add_up(self)
   end
   total.step, total.updates, total.scale = self.attempts, self.updates, self:get_scale()
   total.elapsed = C.eng_clock() - self.started
-  total.lr = self.order[1].opt.lr or 0 / 0
+  total.lr = self.order[1].opt.lr
   local alive, loss = pcall(function() return self.loss:item() end)
   total.loss = alive and loss or 0 / 0
   return total
@@ -241,8 +238,7 @@ local function stats_of(self)
     self.named = {}
     for i, entry in ipairs(self.order) do
       self.named[i] = entry.opt
-      names[i] = #self.order > 1 and ("%s %d"):format(entry.opt.name or "optimizer", i)
-        or entry.opt.name or "optimizer"
+      names[i] = #self.order > 1 and ("%s %d"):format(entry.opt.name, i) or entry.opt.name
       sets[i] = { params = entry.opt.params, n = #entry.opt.list }
       for _, p in ipairs(entry.opt.list) do
         all[#all + 1] = p

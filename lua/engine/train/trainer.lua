@@ -76,7 +76,7 @@ end
 
 --- Opens the step and returns it: the table s, to which the step's parts add their results. The
 --- list gives the fields of s and the function that sets each of them.
----   step, scale, lr            begin: as in the record
+---   step, scale, lr            begin: as in the record, but lr without lr_factor (a rollback's)
 ---   place                      begin: the position in data and random numbers, for a retry
 ---   shadow_scales              begin: the scales that the shadows would use, or nil
 ---   recipe                     begin: the precision recipe of the step's passes
@@ -171,7 +171,7 @@ end
 function Trainer:forward_backward(s, i)
   local batch = s.batches and s.batches[i] or self:next_batch()
   self.reducer:seed_batch(s, i)
-  self:remember_batch(i, batch)
+  self.batches[i], self.drawn_from[i] = batch, random.place()   -- overflow.lua may run it again
   local loss = self.graph and captured.launch(self, batch, s.scale)
   if self.logits then self.logits:watch(true) end
   if not loss and self.activations then
@@ -404,7 +404,6 @@ local function current_buffer(b)
   return same and x or nil
 end
 
--- Writes the copies into the buffers.
 local function restore_buffers(buffers)
   for _, b in ipairs(buffers) do
     local now = current_buffer(b)
@@ -437,12 +436,6 @@ end
 function Trainer:forget_buffers()
   for _, b in ipairs(self.buffers or {}) do b.was:free() end
   self.buffers = nil
-end
-
---- Keeps micro-batch i and the position of the random numbers, to run the pass again
---- (overflow.lua).
-function Trainer:remember_batch(i, batch)
-  self.batches[i], self.drawn_from[i] = batch, random.place()
 end
 
 --- Runs f, which passes the step's batches through the model again, and then restores the model's

@@ -52,8 +52,9 @@ function M.new(sites, list)
   return self
 end
 
--- Makes the layers round toward the averages. Before the first call they round to nearest.
-local function start(self)
+--- Makes the layers round toward the averages from now on; before, they round to nearest. Called
+--- when the averages have their first values, or those of a checkpoint.
+function Averages:start()
   for _, average in ipairs(self.list) do
     for _, site in ipairs(average.sites) do check(C.eng_fp8_average(site.id, average.x)) end
   end
@@ -66,7 +67,7 @@ local function move(self)
     local moved = self.started and steps.lerp(x, weight, 1 - average.decay) or weight
     x:copy(moved:isfinite():where(moved, weight))
   end
-  if not self.started then start(self) end
+  if not self.started then self:start() end
 end
 
 --- Moves the averages by one step; called before a step's forward passes. In the first step the
@@ -86,9 +87,5 @@ function Averages:tensors()
   for _, average in ipairs(self.list) do tensors[average.name] = average.x end
   return tensors
 end
-
---- Makes the layers round toward the averages from now on. Called when these have received the
---- values of a checkpoint.
-function Averages:restored() start(self) end
 
 return M
