@@ -3,7 +3,7 @@
 -- smallest norm that the tensor has had under this limit. Afterwards a tensor's norm is limited to
 -- lambda_rel times its mean, and the mean follows the clipped norm. Source: Wang et al., AdaGC
 -- (2025, arXiv 2502.11034), and the class AdaGC of pytorch_optimizer. The loss scale follows
--- dynamic.lua's rule, or is fixed (for bf16: adagc:loss_scale=1).
+-- dynamic.lua's rule, or is fixed (for bf16: adagc:loss_scale=1). Needs mode=sync.
 --
 -- Differences: steps that overflow change neither the means nor the count. A norm of 0 does not
 -- change a mean; in the original's warm-up it makes the mean 0, and the tensor is never updated

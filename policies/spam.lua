@@ -2,8 +2,8 @@
 -- gradient to sqrt(threshold * v), where v is the element's second moment. After a reset, elements
 -- are not limited for grad_accu_steps updates, and the learning rate rises along a cosine over
 -- warmup_epoch updates. Source: Huang et al., SPAM (2025, arXiv 2501.06842), and its code
--- (galore_torch/SPAM.py) without the sparse momentum. Needs optimizer adam or adamw. The loss scale
--- follows dynamic.lua's rule, or is fixed (for bf16: spam:loss_scale=1).
+-- (galore_torch/SPAM.py) without the sparse momentum. Needs mode=sync and optimizer adam or adamw.
+-- The loss scale follows dynamic.lua's rule, or is fixed (for bf16: spam:loss_scale=1).
 --
 -- As in the original, a reset does not restart bias corrections, and the rate has no warm-up at the
 -- start of a run. Differences: the factor on the learning rate also acts on decoupled weight decay,

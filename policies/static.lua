@@ -5,7 +5,7 @@ return {
 
   options = {
     loss_scale       = 1,      -- multiplies the loss; a power of two loses no bits
-    skip_on_overflow = true,   -- false: the update happens even with inf or nan
+    skip_on_overflow = true,   -- false, with mode=sync: the update happens even with inf or nan
   },
 
   init = function(options)

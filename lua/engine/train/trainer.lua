@@ -362,9 +362,9 @@ function Trainer:finish(s, record, verdict)
   files:append(record, verdict, stats, s.tokens, s.signals, s.logs)
 end
 
---- In a lagged run, finishes the step in flight: before a checkpoint, before a swap, whose policy
---- may need other statistics, and at the end of a run. The loop's on_drain shows the step. Returns
---- its record and verdict, or nothing if no step is in flight.
+--- In a lagged run, finishes the step in flight: before a checkpoint, before a rollback, before a
+--- swap, whose policy may need other statistics, and at the end of a run. The loop's on_drain shows
+--- the step. Returns its record and verdict, or nothing if no step is in flight.
 function Trainer:drain()
   local s = self.pending
   self.pending = nil
