@@ -222,6 +222,14 @@ describe("an update", function()
     near({ ["1.weight"] = 0.8 - 2, ["2.weight"] = 1 }, values(net))
   end)
 
+  it("names the parameters of a list that have no name", function()
+    local x = engine.ones(2):requires_grad(true)
+    local opt = engine.optim.adam({ engine.ones(2):requires_grad(true), { tensor = x } },
+      { groups = { { match = "^p2$", lr_mul = 2 } } })
+    assert.equal("p2", opt.list[2].name)
+    assert.truthy(opt:state_tensors()["p2.moment1"])
+  end)
+
   it("clips by norm, and returns the norm before clipping", function()
     local net = model()                             -- 16 elements with gradient 1: norm 4
     local opt = optim.sgd(net, { lr = 1 })

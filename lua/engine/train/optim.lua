@@ -135,9 +135,10 @@ local function parameter_list(name, model)
     "optim.%s: expected a module or a list of tensors or of { name =, tensor = }", name)
   local trainable = {}
   for i, p in ipairs(list) do
-    if tensor.is_tensor(p) then p = { name = "p" .. i, tensor = p } end
+    if tensor.is_tensor(p) then p = { tensor = p } end
     expect(type(p) == "table" and tensor.is_tensor(p.tensor), p,
       "optim.%s: expected entry %d of the list to be a tensor or { name =, tensor = }", name, i)
+    if not p.name then p = arguments.merged(p, { name = "p" .. i }) end
     if M.requires_grad(p.tensor) then trainable[#trainable + 1] = p end
   end
   if #trainable == 0 then
@@ -170,7 +171,7 @@ local function parameter_set(list)
   if found and #found.slots == n then return found end
   local tensors, names, slots = M_ffi.new("eng_tensor[?]", n), M_ffi.new("const char *[?]", n), {}
   for i, p in ipairs(list) do
-    tensors[i - 1], names[i - 1], slots[i] = p.tensor, p.name or "p" .. i, tonumber(p.tensor.slot)
+    tensors[i - 1], names[i - 1], slots[i] = p.tensor, p.name, tonumber(p.tensor.slot)
   end
   local out = M_ffi.new("eng_params *[1]")
   check(C.eng_params_new(out, tensors, names, n))
