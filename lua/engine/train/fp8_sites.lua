@@ -29,6 +29,11 @@ local roles = fp8_recipe.roles
 
 local M = {}
 
+-- Returns whether role r has one scale for the whole tensor, which a policy may choose.
+local function one_scale(recipe, r)
+  return recipe.role[r].block_rows == 0 and recipe.role[r].block_columns == 0
+end
+
 -- Refuses products for which a card has no tensor cores. A formula could compute them, but takes
 -- many times as long as high precision. A product whose recipe names an accumulator is allowed,
 -- because this asks for the formula. layer: the fields of a layer (fp8_recipe.layer). recipe: the
@@ -37,11 +42,8 @@ local function refuse_formula(layer, recipe, where)
   local able = C.eng_device_fp8()   -- 0: no product is fast, 1: with one scale a tensor, 2: all
   if able == 2 or recipe.role[0].mx > 0 then return end   -- microscaling can multiply in bf16
   for i, name in ipairs(fp8_recipe.products) do
-    local whole_tensors = true
-    for _, k in ipairs(fp8_recipe.factors[name]) do
-      local r = recipe.role[k]
-      whole_tensors = whole_tensors and r.block_rows == 0 and r.block_columns == 0
-    end
+    local a, b = unpack(fp8_recipe.factors[name])
+    local whole_tensors = one_scale(recipe, a) and one_scale(recipe, b)
     local asked = (layer[name].accumulator or "device") == "device"
       and recipe.product[i - 1].accumulator == fp8_recipe.accumulators.hopper
     if asked and not (able == 1 and whole_tensors) then
@@ -73,11 +75,6 @@ local SUMS, MAXIMA = ffi.sizeof(Sums, 1) / 8, ffi.sizeof(Maxima, 1) / 8       --
 
 local role_number = {}
 for i, role in ipairs(roles) do role_number[role] = i end
-
--- Returns whether role r has one scale for the whole tensor, which a policy may choose.
-local function one_scale(recipe, r)
-  return recipe.role[r].block_rows == 0 and recipe.role[r].block_columns == 0
-end
 
 local function whole(site, r) return site.on and one_scale(site.recipe, r) end
 

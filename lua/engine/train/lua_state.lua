@@ -95,10 +95,9 @@ end
 
 -- Makes a buffer for parameter p, in the memory (CPU or card) that holds p.
 local function zeros(p, size, dtype)
-  local x = M_ffi.Tensor()
-  check(C.eng_new(x, M_ffi.dtype[dtype], #size, ffi.new("int64_t[?]", #size + 1, size), C.ENG_KEEP))
+  local x = tensor.zeros(size, { dtype = dtype, keep = true })
   local home, here = p.tensor.device, x.device
-  if home == here then return x:zero() end
+  if home == here then return x end
   x:free()
   raise("parameter %s is in %s memory, but the current device is %s; hint: engine.device('%s')",
     p.name, home, here, home)
@@ -178,10 +177,9 @@ local has = ffi.new("int[1]")
 -- Updates parameter i. factor: multiplies its gradient. limit: the largest magnitude of a gradient
 -- element after that; 0: none. Returns whether the parameter had a gradient.
 local function update_one(self, i, factor, limit, ctx)
-  local p, grad = self.optimizer.list[i], M_ffi.Tensor()
+  local p = self.optimizer.list[i]
   local shape = p.tensor.shape
-  check(C.eng_new(grad, M_ffi.dtype.f32, #shape, ffi.new("int64_t[?]", #shape + 1, shape),
-    C.ENG_AUTO))
+  local grad = tensor.zeros(shape)
   check(C.eng_params_true_gradient(has, grad, self.optimizer.params, i - 1, factor))
   if has[0] == 0 then return false end
   if limit > 0 then grad = grad:clamp(-limit, limit) end
