@@ -104,7 +104,8 @@ describe("deepspeed.initialize", function()
   it("computes the number of micro-batches from the batch sizes", function()
     local ds = engine.deepspeed.initialize { model = model_of(), log = "quiet", steps = 1,
       config = { optimizer = { type = "Adam" }, train_batch_size = 6,
-        train_micro_batch_size_per_gpu = 2, gradient_accumulation_steps = "auto" } }
+        train_micro_batch_size_per_gpu = 2, gradient_accumulation_steps = "auto",
+        gradient_clipping = "auto" } }
     local actions = {}
     for i = 1, 3 do
       ds:backward(ds(engine.ones(2, 8)):mean())

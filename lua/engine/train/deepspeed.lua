@@ -50,14 +50,20 @@ local function optimizer_of(block, model, precision)
   return optim[name](model, options)
 end
 
+-- Returns a value of the configuration; nil if it is null or "auto" (policy/deepspeed_config.lua).
+local function given_in(config, key)
+  local value = config[key]
+  if value ~= json.null and value ~= "auto" then return value end
+end
+
 -- Returns whether the configuration's block `key` (fp16, bf16 or bfloat16) is enabled. The default
 -- of `enabled` is false. Adds the key to `off` if the block leaves `enabled` out.
 local function enabled(config, key, off)
   local block = config[key]
   if block == nil or block == json.null then return false end
   expect(type(block) == "table", block, "deepspeed: expected %s to be an object", key)
-  local value = block.enabled
-  if value == nil or value == json.null or value == "auto" then
+  local value = given_in(block, "enabled")
+  if value == nil then
     off[#off + 1] = key
     return false
   end
@@ -70,8 +76,8 @@ end
 -- sizes if the configuration does not have it, and refuses sizes that contradict each other.
 local function micro_batches(config)
   local function count(key)
-    local value = config[key]
-    if value == nil or value == json.null or value == "auto" then return nil end
+    local value = given_in(config, key)
+    if value == nil then return nil end
     expect(type(value) == "number" and value >= 1 and value % 1 == 0, value,
       "deepspeed: expected %s to be a whole number of 1 or more", key)
     return value
@@ -142,7 +148,8 @@ function M.initialize(given)
   local precision = (bf16 or bfloat16) and "bf16" or fp16 and "fp16" or "fp32"
   local every = micro_batches(config)
   local opt = o.optimizer or optimizer_of(config.optimizer, o.model, precision)
-  local options = { optimizer = opt, precision = precision, clip = config.gradient_clipping }
+  local options = { optimizer = opt, precision = precision,
+    clip = given_in(config, "gradient_clipping") }
   for key in PASSED:gmatch("%S+") do options[key] = o[key] end
   if o.policy then options.policy = o.policy
   elseif precision == "fp16" then
