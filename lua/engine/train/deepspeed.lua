@@ -77,8 +77,7 @@ end
 local function micro_batches(config)
   local function count(key)
     local value = given_in(config, key)
-    if value == nil then return nil end
-    expect(type(value) == "number" and value >= 1 and value % 1 == 0, value,
+    expect(value == nil or type(value) == "number" and value >= 1 and value % 1 == 0, value,
       "deepspeed: expected %s to be a whole number of 1 or more", key)
     return value
   end
