@@ -2,8 +2,7 @@
 -- warmup_steps - 1 updates the global norm is limited to lambda_abs, and each tensor's mean is the
 -- smallest norm that the tensor has had under this limit. Afterwards a tensor's norm is limited to
 -- lambda_rel times its mean, and the mean follows the clipped norm. Source: Wang et al., AdaGC
--- (2025, arXiv 2502.11034), and the class AdaGC of pytorch_optimizer. The loss scale follows
--- dynamic.lua's rule, or is fixed (for bf16: adagc:loss_scale=1). Needs mode=sync.
+-- (2025, arXiv 2502.11034), and the class AdaGC of pytorch_optimizer. Needs mode=sync.
 --
 -- Differences: steps that overflow change neither the means nor the count. A norm of 0 does not
 -- change a mean; in the original's warm-up it makes the mean 0, and the tensor is never updated
@@ -19,7 +18,7 @@ return {
     lambda_rel      = 1.05,    -- largest norm of a tensor, as a factor on its mean
     warmup_steps    = 100,     -- number of the first update after the warm-up
     eps             = 1e-8,    -- added to the global norm
-    loss_scale      = 0,       -- a fixed loss scale; 0: the scale is dynamic
+    loss_scale      = 0,       -- a fixed loss scale (1 for bf16); 0: dynamic.lua's rule
     init_scale      = 2^16,
     growth_interval = 2000,    -- good steps in a row until the scale doubles
   },

@@ -4,9 +4,8 @@
 -- below them skips every step. Source: megatron/core/optimizer/optimizer.py, ChainedOptimizer.step
 -- (the code was read, not run).
 --
--- A skipped step counts as a good one for the loss scale, as in Megatron-LM. The scale follows
--- dynamic.lua's rule (Megatron-LM's own rule is megatron.lua), or is fixed (for bf16:
--- norm_skip:loss_scale=1). Skipping needs mode=sync.
+-- A skipped step counts as a good one for the loss scale, as in Megatron-LM. Skipping needs
+-- mode=sync.
 return {
   name  = "norm_skip",
   doc   = "Megatron-LM's grad_norm_skip_threshold: skips updates with too large a gradient norm.",
@@ -14,7 +13,7 @@ return {
 
   options = {
     grad_norm_skip_threshold = math.huge,
-    loss_scale               = 0,      -- a fixed loss scale; 0: the scale is dynamic
+    loss_scale               = 0,      -- a fixed loss scale (1 for bf16); 0: dynamic.lua's rule
     init_scale               = 2^16,
     growth_interval          = 2000,   -- good steps in a row until the scale doubles
   },

@@ -2,8 +2,7 @@
 -- whose largest logit of this step was above `threshold`: the query weights and the key weights of
 -- such a head are both multiplied by the root of threshold / logit, so that the same inputs would
 -- give a largest logit equal to the threshold. Source: section 2.1 of the paper and Megatron-LM's
--- qk_clip (qk_clip_alpha = 0.5) for heads with rotary positions applied to the whole head. The loss
--- scale follows dynamic.lua's rule, or is fixed (for bf16: qk_clip:loss_scale=1).
+-- qk_clip (qk_clip_alpha = 0.5) for heads with rotary positions applied to the whole head.
 --
 -- Differences: biases of queries and keys shrink too. If several query heads share a key head, the
 -- key head is multiplied by the root of their smallest factor, and each query head by its own
@@ -18,7 +17,7 @@ return {
 
   options = {
     threshold       = 100,     -- largest attention logit, after the factor 1 / sqrt(head width)
-    loss_scale      = 0,       -- a fixed loss scale; 0: the scale is dynamic
+    loss_scale      = 0,       -- a fixed loss scale (1 for bf16); 0: dynamic.lua's rule
     init_scale      = 2^16,
     growth_interval = 2000,    -- good steps in a row until the scale doubles
   },

@@ -15,8 +15,7 @@
 -- The rerun needs mode=sync, data that can go back (every engine.data) and a deterministic forward
 -- pass. With FP8 scales that depend on earlier steps the losses differ, because the scales change
 -- between the two passes. A replay of a recorded run cannot compute a step again; it uses the next
--- recorded step as the rerun. The scale follows dynamic.lua's rule, or is fixed (for bf16:
--- rerun:loss_scale=1).
+-- recorded step as the rerun.
 return {
   name = "rerun",
   doc  = "Megatron-LM's rerun machine: repeats a step with a huge loss to find transient faults.",
@@ -25,7 +24,7 @@ return {
     factor          = 10,       -- a loss of this many times the largest sample is repeated
     samples         = 100,      -- losses that determine the limit
     on_fault        = "stop",   -- stop: a transient fault ends the run; step: the run continues
-    loss_scale      = 0,        -- a fixed loss scale; 0: the scale is dynamic
+    loss_scale      = 0,        -- a fixed loss scale (1 for bf16); 0: dynamic.lua's rule
     init_scale      = 2^16,
     growth_interval = 2000,     -- good steps in a row until the scale doubles
   },

@@ -2,9 +2,8 @@
 -- sigma_factor standard deviations (unbiased) above the mean of the last rolling_interval_length
 -- steps, the current step not included. It judges steps once they fill half of the window. Skipped
 -- steps enter the window, so a lasting new level is accepted after a while. Source:
--- olmo_core/optim/skip_step_optimizer.py, version 3.0.0; an earlier version also skipped values
--- far below the mean. The loss scale follows dynamic.lua's rule, or is fixed (for bf16:
--- skip_step:loss_scale=1).
+-- olmo_core/optim/skip_step_optimizer.py, version 3.0.0; an earlier version also skipped values far
+-- below the mean.
 --
 -- Oddity: after equal values the deviation is 0, so any larger value is skipped.
 -- Difference: a loss or norm that is not finite skips its own step and stays out of the window. In
@@ -45,7 +44,7 @@ return {
     rolling_interval_length = 128,     -- steps in the window
     sigma_factor            = 6,       -- deviations above the mean beyond which a step is skipped
     keep_nan                = false,   -- true: numbers that are not finite enter the window
-    loss_scale              = 0,       -- a fixed loss scale; 0: the scale is dynamic
+    loss_scale              = 0,       -- a fixed loss scale (1 for bf16); 0: dynamic.lua's rule
     init_scale              = 2^16,
     growth_interval         = 2000,    -- good steps in a row until the scale doubles
   },

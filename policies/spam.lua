@@ -3,7 +3,6 @@
 -- are not limited for grad_accu_steps updates, and the learning rate rises along a cosine over
 -- warmup_epoch updates. Source: Huang et al., SPAM (2025, arXiv 2501.06842), and its code
 -- (galore_torch/SPAM.py) without the sparse momentum. Needs mode=sync and optimizer adam or adamw.
--- The loss scale follows dynamic.lua's rule, or is fixed (for bf16: spam:loss_scale=1).
 --
 -- As in the original, a reset does not restart bias corrections, and the rate has no warm-up at the
 -- start of a run. Differences: the factor on the learning rate also acts on decoupled weight decay,
@@ -19,7 +18,7 @@ return {
     grad_accu_steps = 20,      -- updates without the limit after a reset; one less at the start
     warmup_epoch    = 150,     -- updates after a reset over which the rate rises
     death_rate      = 0.99,    -- share by which a reset lowers the rate at first
-    loss_scale      = 0,       -- a fixed loss scale; 0: the scale is dynamic
+    loss_scale      = 0,       -- a fixed loss scale (1 for bf16); 0: dynamic.lua's rule
     init_scale      = 2^16,
     growth_interval = 2000,    -- good steps in a row until the scale doubles
   },

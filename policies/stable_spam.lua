@@ -3,8 +3,7 @@
 -- mean of its norms and v a moving mean of their squares. Every `interval` updates the moments of
 -- Adam become 0, and all bias corrections restart at 1. Source: Huang et al., Stable-SPAM (2025,
 -- arXiv 2502.17055), and its code without the option total_T, a cosine decay of beta1 and gamma1.
--- Meant for the optimizers adam and adamw; a run with another optimizer does not refuse it. The
--- loss scale follows dynamic.lua's rule, or is fixed (for bf16: stable_spam:loss_scale=1).
+-- Meant for the optimizers adam and adamw; a run with another optimizer does not refuse it.
 --
 -- As in the original, a reset keeps the moving means. Difference: steps that overflow are not
 -- counted. Needs mode=sync; ZeRO and experts divided among ranks refuse it.
@@ -19,7 +18,7 @@ return {
     theta           = 0.999,   -- decay of the moving mean of the largest magnitudes
     interval        = 1000,    -- updates between resets; 0: no resets
     eps             = 1e-8,    -- added to sqrt(v)
-    loss_scale      = 0,       -- a fixed loss scale; 0: the scale is dynamic
+    loss_scale      = 0,       -- a fixed loss scale (1 for bf16); 0: dynamic.lua's rule
     init_scale      = 2^16,
     growth_interval = 2000,    -- good steps in a row until the scale doubles
   },

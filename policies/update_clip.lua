@@ -2,8 +2,7 @@
 -- plus sigma_factor standard deviations (population deviation, at least 1e-6). The window stores
 -- the norms before clipping. Clipping begins once half of the window is full. Source: levanter's
 -- clip_update_by_historical_norm, which the Marin project added after loss spikes of a model with
--- 32B parameters. The loss scale follows dynamic.lua's rule, or is fixed (for bf16:
--- update_clip:loss_scale=1).
+-- 32B parameters.
 --
 -- Difference: the statistics are in double here and in float32 in levanter. Needs mode=sync and a
 -- fused optimizer; ZeRO and experts divided among ranks refuse it.
@@ -15,7 +14,7 @@ return {
   options = {
     rolling_interval_length = 128,     -- updates in the window
     sigma_factor            = 3,       -- updates are clipped to this many deviations above the mean
-    loss_scale              = 0,       -- a fixed loss scale; 0: the scale is dynamic
+    loss_scale              = 0,       -- a fixed loss scale (1 for bf16); 0: dynamic.lua's rule
     init_scale              = 2^16,
     growth_interval         = 2000,    -- good steps in a row until the scale doubles
   },

@@ -5,8 +5,7 @@
 --
 -- clip_option chooses the norm to clip to: adaptive_scaling (the higher the z-score, the nearer to
 -- the mean), mean, or percentile (mean + z_thresh * deviation; the original's mode "percentile").
--- max_grad_norm limits every norm; the statistics ignore this limit. The loss scale follows
--- dynamic.lua's rule, or is fixed (for bf16: zclip:loss_scale=1).
+-- max_grad_norm limits every norm; the statistics ignore this limit.
 --
 -- Differences: steps that overflow stay out of the statistics. In the original a NaN stays in them
 -- permanently, and from then on only max_grad_norm works (keep_nan=true does the same). A mean of 0
@@ -39,7 +38,7 @@ return {
     clip_factor          = 1,       -- factor on the norm that adaptive_scaling clips to
     skip_update_on_spike = false,   -- true: a clipped step does not change the statistics
     keep_nan             = false,   -- true: norms of steps that overflow enter the statistics
-    loss_scale           = 0,       -- a fixed loss scale; 0: the scale is dynamic
+    loss_scale           = 0,       -- a fixed loss scale (1 for bf16); 0: dynamic.lua's rule
     init_scale           = 2^16,
     growth_interval      = 2000,    -- good steps in a row until the scale doubles
   },
