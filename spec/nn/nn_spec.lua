@@ -61,7 +61,41 @@ describe("a module", function()
     net.act = nil
     net.act = nn.linear(2, 2)
     assert.same({ "act.weight", "act.bias", "scale", "mean" }, names(net))
+    net:freeze()
+    assert.same({ "act.weight", "act.bias", "scale", "mean" }, names(net))
   end)
+
+  it("has the same order of parameters if they were listed in between", function()
+    local net = nn.class("Net")()
+    net.first = false
+    net.first = nn.linear(2, 2, { bias = false })
+    assert.same({ "first.weight" }, names(net))
+    net.second = nn.linear(2, 2, { bias = false })
+    local other = nn.class("Net")()
+    other.first = false
+    other.first = nn.linear(2, 2, { bias = false })
+    other.second = nn.linear(2, 2, { bias = false })
+    assert.same({ "first.weight", "second.weight" }, names(net))
+    assert.same(names(net), names(other))
+  end)
+
+  it("does not register the tensors that a forward pass keeps, but its parameters", step(function()
+    local Net = nn.class("Net")
+    function Net:init() self.mask = engine.ones(2) end
+    function Net:forward(x)
+      self.lazy = self.lazy or nn.linear(2, 2, { bias = false })
+      self.cache = self.cache or engine.zeros(2, { keep = true })
+      self.scale = self.scale or engine.ones(2, { keep = true, requires_grad = true })
+      if not self.mean then self:buffer("mean", engine.zeros(2, { keep = true })) end
+      self.hidden = self.lazy(x) * self.scale
+      return self.hidden
+    end
+    local net = Net()
+    net(engine.ones(1, 2))
+    assert.same({ "mask", "lazy.weight", "scale", "mean" }, names(net))
+    coroutine.wrap(function() net(engine.ones(1, 2)) end)()
+    assert.same({ "mask", "lazy.weight", "scale", "mean" }, names(net))
+  end))
 
   it("refuses to contain itself or to hide modules also if the field had a value", function()
     local net = nn.class("Net")()

@@ -149,13 +149,13 @@ function Encoder:init(c, tokens)
   self:parameter("pos_embedding", new_parameter({ 1, tokens, c.width },
     function(x) x:normal(0, 0.02) end), "embedding")
   self.drop = layers.dropout(c.dropout)
-  self.layers = layers.list {}
+  self.depth, self.layers = c.layers, layers.list {}
   for i = 1, c.layers do self.layers["encoder_layer_" .. i - 1] = EncoderLayer(c) end
   self.ln = layers.layer_norm(c.width, { eps = 1e-6 })
 end
 function Encoder:forward(x)
   x = self.drop(x + self.pos_embedding)
-  for _, name in ipairs(self.layers._order) do x = self.layers[name](x) end
+  for i = 1, self.depth do x = self.layers["encoder_layer_" .. i - 1](x) end
   return self.ln(x)
 end
 

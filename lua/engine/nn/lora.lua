@@ -98,8 +98,8 @@ local function save(list, folder, name_of, base_model, conv1d, head, head_name)
       tensors[at .. MAGNITUDE] = own.m and rows_of(own.m, part)
     end
   end
-  for _, key in ipairs(head and head._order or {}) do
-    tensors[PREFIX .. head_name .. "." .. key] = rawget(head, key)
+  for _, p in ipairs(head and head:parameters() or {}) do
+    tensors[PREFIX .. head_name .. "." .. p.name] = p.tensor
   end
   local function patterns(t) return next(t) and t or json.no_fields end
   local text = json.plain { peft_type = "LORA", r = first.rank,
@@ -187,8 +187,8 @@ end
 local function find_head(model, file, fail)
   local head, head_name = adapters.label_head(model)
   local list = {}
-  for _, key in ipairs(head and head._order or {}) do
-    local name, x = PREFIX .. head_name .. "." .. key, rawget(head, key)
+  for _, p in ipairs(head and head:parameters() or {}) do
+    local name, x = PREFIX .. head_name .. "." .. p.name, p.tensor
     local found = file.entries[name]
     if found and tensor.shape_text(found.shape) ~= tensor.shape_text(x.shape) then
       fail("expected '%s' to have shape %s, got %s", name, tensor.shape_text(x.shape),

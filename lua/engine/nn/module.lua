@@ -87,36 +87,13 @@ end
 local function is_module(x) return type(x) == "table" and rawget(x, "_order") ~= nil end
 M.is_module = is_module
 
--- Whether a tensor that replaced a plain value in the field `key` is a parameter or a buffer. State
--- that a forward pass keeps in such a field is neither.
-local info = M_ffi.new("eng_tensor_info")
-local function is_trained(self, key, x)
-  return self._roles[key] or C.eng_info(info, x) == 0 and info.requires_grad ~= 0
-    and info.is_leaf ~= 0
-end
-
--- Returns the keys of the modules and tensors in their order. Lua calls `assign` only for the first
--- value of a field, so a field whose first value was plain is registered here.
-local function order_of(self)
-  local plain, order, registered = {}, self._order, self._registered
-  for _, key in ipairs(self._plain) do
-    local value = rawget(self, key)
-    if is_module(value) or is_tensor(value) and is_trained(self, key, value) then
-      if registered[key] ~= true then order[#order + 1] = key end
-      registered[key] = true
-    else plain[#plain + 1] = key end
-  end
-  if #plain < #self._plain then rawset(self, "_plain", plain) end
-  return order
-end
-
 -- The path from `root` to `wanted` in the tree of modules, or nil. seen: the modules searched.
 local function path_to(root, wanted, seen)
   if root == wanted then return "" end
   seen = seen or {}
   if seen[root] then return nil end
   seen[root] = true
-  for _, key in ipairs(order_of(root)) do
+  for _, key in ipairs(root._order) do
     local child = rawget(root, key)
     local rest = is_module(child) and path_to(child, wanted, seen)
     if rest then return rest == "" and tostring(key) or tostring(key) .. "." .. rest end
@@ -215,23 +192,23 @@ local function refuse_hidden(self, key, value)
   self._checked[key] = value
 end
 
--- Stores a value in the module. The keys of modules and tensors also go to `_order`, in the order
--- of their first assignment, and all others to `_plain`. Lua calls this function only for a key
--- that has no value yet; order_of and walk check values that replace others.
+-- Stores a value in the module. `_order` has the keys of all fields in the order of their first
+-- assignment; a removed field keeps its place. Lua calls this function only for a key that has no
+-- value; walk checks values that replace others.
 local function assign(self, key, value)
   if is_module(value) then refuse_itself(path_to(value, self), self, key) end
   refuse_hidden(self, key, value)
-  local known = self._registered[key]       -- nil, "plain" or true; a removed key keeps its place
-  if (is_module(value) or is_tensor(value)) and known ~= true then
-    self._order[#self._order + 1], self._registered[key] = key, true
-  elseif value ~= nil and known == nil then
-    self._plain[#self._plain + 1], self._registered[key] = key, "plain"
+  if is_tensor(value) and depth == 0 then self._roles[key] = self._roles[key] or "linear" end
+  if value ~= nil and not self._known[key] then
+    self._order[#self._order + 1], self._known[key] = key, true
   end
   rawset(self, key, value)
 end
 
 --- A new class of modules: nn.class("Name") returns the class. Define its methods init and forward,
---- and call the class to make a module.
+--- and call the class to make a module. A module or tensor that is assigned to a field is
+--- registered under the field's name. A tensor that replaces a plain value, or that is assigned
+--- while a module's forward runs, is registered only if it requires a gradient.
 function M.class(name)
   expect(type(name) == "string", name, "nn.class: expected the name of the class")
   local class = { _class = name }
@@ -241,8 +218,8 @@ function M.class(name)
     return Module[key]
   end, __tostring = function(self) return Module.describe(self) end }
   return setmetatable(class, { __call = function(_, ...)
-    local self = setmetatable({ _order = {}, _plain = {}, _registered = {}, _checked = {},
-      _roles = {}, _training = true, _class = name }, instance)
+    local self = setmetatable({ _order = {}, _known = {}, _checked = {}, _roles = {},
+      _training = true, _class = name }, instance)
     if class.init then class.init(self, ...) end
     return self
   end })
@@ -253,7 +230,7 @@ end
 function Module:parameter(key, value, role)
   expect(is_tensor(value), value, "parameter: expected a tensor for '%s'", tostring(key))
   self[key] = value:requires_grad(true)
-  self._roles[key] = role
+  self._roles[key] = role or "linear"
   return value
 end
 
@@ -323,18 +300,25 @@ function M.build_shapes(make, ...)
   return within(function() only_shapes = true end, function() only_shapes = false end, make, ...)
 end
 
--- Calls visit(path, tensor, owner, key) for every tensor. above: the modules around `self`.
+-- Whether x, the value of a field without a role, is a parameter.
+local info = M_ffi.new("eng_tensor_info")
+local function is_trained(x)
+  return C.eng_info(info, x) == 0 and info.requires_grad ~= 0 and info.is_leaf ~= 0
+end
+
+-- Calls visit(path, tensor, owner, key) for every parameter and buffer. above: the modules around
+-- `self`.
 local function walk(self, prefix, visit, above)
   above[self] = true
-  for _, key in ipairs(order_of(self)) do
+  for _, key in ipairs(self._order) do
     local value, path = rawget(self, key), prefix .. tostring(key)
     if is_module(value) then
       refuse_itself(above[value], self, key)
       walk(value, path .. ".", visit, above)
-    elseif is_tensor(value) then visit(path, value, self, key)
+    elseif is_tensor(value) then
+      if self._roles[key] or is_trained(value) then visit(path, value, self, key) end
     else refuse_hidden(self, key, value) end
   end
-  for _, key in ipairs(self._plain) do refuse_hidden(self, key, rawget(self, key)) end
   above[self] = nil
 end
 
@@ -371,7 +355,7 @@ function Module:apply(visit, path)
     walk(self, "", function() end, {})
   end
   visit(self, path or "")
-  for _, key in ipairs(order_of(self)) do
+  for _, key in ipairs(self._order) do
     local child = rawget(self, key)
     if is_module(child) then
       child:apply(visit, (path and path ~= "" and path .. "." or "") .. tostring(key))
@@ -439,7 +423,10 @@ function Module:freeze(on)
       "was unfrozen; hint: a quantized weight stays frozen, so call freeze(false) on the " ..
       "modules to train", p.name, p.tensor.dtype)
   end
-  for _, p in ipairs(list) do p.tensor:requires_grad(on == false and p.role ~= "buffer") end
+  for _, p in ipairs(list) do
+    p.owner._roles[p.key] = p.role              -- stays a parameter without requires_grad
+    p.tensor:requires_grad(on == false and p.role ~= "buffer")
+  end
   return self
 end
 
@@ -506,7 +493,7 @@ end
 -- 12: the same").
 local function describe(self, indent, lines)
   local above, first
-  for _, key in ipairs(order_of(self)) do
+  for _, key in ipairs(self._order) do
     local child = rawget(self, key)
     if is_module(child) then
       local inner = {}
