@@ -54,10 +54,7 @@ local function empty(p)
   shape[1] = 0
   local none = tensor.zeros(shape, { dtype = x.dtype, keep = true })
   none:requires_grad(arguments.info(x).requires_grad ~= 0)
-  for _, key in ipairs(p.owner._order) do
-    local value = rawget(p.owner, key)
-    if tensor.is_tensor(value) and value.slot == x.slot then p.owner[key] = none end
-  end
+  p.owner[p.key] = none
   x:free()
 end
 

@@ -88,8 +88,7 @@ end
 local COLDEST = 1e-30   -- below this temperature, logits / temperature would overflow f32
 
 -- Draws an id from logits [1 x V] f32. At a temperature below COLDEST, such as 0, returns the most
--- likely id. top_p is a
--- share of the total probability of the top_k tokens.
+-- likely id. top_p is a share of the total probability of the top_k tokens.
 local function sample(logits, o)
   local most = logits:max():item()
   if most - most ~= 0 then
@@ -132,17 +131,9 @@ local function next_logits(model, rows, n, apart)
   return logits:to("f32")
 end
 
--- Calls progress(done, all), which must not yield: the caches and the scope of the generation would
--- stay open while other code runs.
-local function report(progress, done, all)
-  local thread, is_main = coroutine.running()
-  if not thread or is_main then return progress(done, all) end
-  local inner = coroutine.create(progress)
-  local good, message = coroutine.resume(inner, done, all)
-  if not good then error(message, 0) end
-  raise_if(coroutine.status(inner) ~= "dead", "generate: expected progress to return, but it " ..
-    "yielded; hint: store the count in progress and yield after generate has returned")
-end
+-- A yield would leave the caches and the scope of the generation open while other code runs.
+local YIELDED = "generate: expected progress to return, but it yielded; hint: store the count " ..
+  "in progress and yield after generate has returned"
 
 -- Appends up to o.max_tokens tokens to each of `rows`, lists of tokens. A row ends at its first
 -- stop token.
@@ -161,7 +152,9 @@ local function extend(model, rows, o)
       end
     end)
     local over = open == 0 or C.eng_interrupted() > 0
-    if o.progress then report(o.progress, i - n + 1, over and i - n + 1 or o.max_tokens) end
+    if o.progress then
+      autograd.at_once(YIELDED, o.progress, i - n + 1, over and i - n + 1 or o.max_tokens)
+    end
     if over then break end
   end
   for r, row in ipairs(rows) do rows[r] = { unpack(row, 1, ends[r] or #row) } end

@@ -213,7 +213,7 @@ local function fill(plan, weights, dtype, std)
     end
     made[#made + 1] = x
     local p = item.parameter
-    p.owner:parameter(p.name:match("[^.]+$"), x, p.role)
+    p.owner:parameter(p.key, x, p.role)
   end
 end
 

@@ -306,18 +306,21 @@ local function is_trained(x)
   return C.eng_info(info, x) == 0 and info.requires_grad ~= 0 and info.is_leaf ~= 0
 end
 
--- Calls visit(path, tensor, owner, key) for every parameter and buffer. above: the modules around
--- `self`.
-local function walk(self, prefix, visit, above)
+-- Calls on_module(module, path) for every module and on_tensor(path, tensor, owner, key) for every
+-- parameter and buffer; either may be nil. above: the modules around `self`.
+local function walk(self, path, on_module, on_tensor, above)
+  local prefix = path ~= "" and path .. "." or ""
   above[self] = true
+  if on_module then on_module(self, path) end
   for _, key in ipairs(self._order) do
-    local value, path = rawget(self, key), prefix .. tostring(key)
+    local value = rawget(self, key)
     if is_module(value) then
       refuse_itself(above[value], self, key)
-      walk(value, path .. ".", visit, above)
-    elseif is_tensor(value) then
-      if self._roles[key] or is_trained(value) then visit(path, value, self, key) end
-    else refuse_hidden(self, key, value) end
+      walk(value, prefix .. tostring(key), on_module, on_tensor, above)
+    elseif not is_tensor(value) then refuse_hidden(self, key, value)
+    elseif on_tensor and (self._roles[key] or is_trained(value)) then
+      on_tensor(prefix .. tostring(key), value, self, key)
+    end
   end
   above[self] = nil
 end
@@ -327,7 +330,7 @@ end
 --- weights) is listed once. The role of a buffer is "buffer".
 function Module:parameters()
   local list, seen = {}, {}
-  walk(self, "", function(name, value, owner, key)
+  walk(self, "", nil, function(name, value, owner, key)
     local slot = tonumber(value.slot)
     if not seen[slot] then
       seen[slot] = true
@@ -349,18 +352,9 @@ end
 
 --- Calls visit(module, path) for this module (path "") and every module below it. Returns this
 --- module.
-function Module:apply(visit, path)
-  if not path then
-    arguments.want_function(visit, "apply", "model:apply(function(module, path) ... end)")
-    walk(self, "", function() end, {})
-  end
-  visit(self, path or "")
-  for _, key in ipairs(self._order) do
-    local child = rawget(self, key)
-    if is_module(child) then
-      child:apply(visit, (path and path ~= "" and path .. "." or "") .. tostring(key))
-    end
-  end
+function Module:apply(visit)
+  arguments.want_function(visit, "apply", "model:apply(function(module, path) ... end)")
+  walk(self, "", visit, nil, {})
   return self
 end
 
@@ -390,10 +384,9 @@ end
 
 --- Activation checkpointing: less memory for more time, with the same losses and gradients, bit for
 --- bit. The modules that `which` names keep only their results and tensors of up to 256 bytes; the
---- backward pass runs their
---- operations again, one module at a time. which: "block" for the blocks of a model (the modules in
---- each list `blocks`); a Lua pattern for the modules whose path matches it; false for none.
---- Returns the module.
+--- backward pass runs their operations again, one module at a time. which: "block" for the blocks
+--- of a model (the modules in each list `blocks`); a Lua pattern for the modules whose path matches
+--- it; false for none. Returns the module.
 function Module:checkpoint(which)
   expect(which == false or type(which) == "string", which,
     "checkpoint: expected \"block\", a pattern of module paths or false")

@@ -18,15 +18,7 @@ local M = {}
 tensor.lua_nodes = tensor.lua_nodes or { rules = {}, next_id = 0 }
 local nodes = tensor.lua_nodes
 
-local function finish(good, ...)
-  if not good then
-    C.eng_backward_abort()
-    nodes.rules = {}
-    error((...), 0)
-  end
-  return ...
-end
-
+-- Computes the gradients of the custom operation at which the backward pass has stopped.
 local function answer(rule)
   local dy = {}
   for k = 1, rule.n_out do
@@ -37,26 +29,26 @@ local function answer(rule)
   fail_if(dx[rule.n_in + 1] ~= nil, "custom: expected at most %d gradients from backward, one " ..
     "for each tensor that forward got; backward returned more", rule.n_in)
   for k = 1, rule.n_in do
-    if dx[k] and not tensor.is_tensor(dx[k]) then
-      local message = "custom: expected the gradient of input %d to be a tensor or nil, got %s"
-      error(message:format(k, M_ffi.value_text(dx[k])), 0)
+    if dx[k] then
+      fail_if(not tensor.is_tensor(dx[k]), "custom: expected the gradient of input %d to be a " ..
+        "tensor or nil, got %s", k, M_ffi.value_text(dx[k]))
+      check(C.eng_backward_input(k - 1, dx[k]))
     end
-    if dx[k] then check(C.eng_backward_input(k - 1, dx[k])) end
   end
 end
 
--- Calls a rule's backward function. The function must not yield, because a yield would leave the
--- backward pass open, and no other pass could begin.
-local function answer_at_once(rule)
+--- Runs f(...), which must not yield. `message`: the error if it does.
+function M.at_once(message, f, ...)
   local thread, is_main = coroutine.running()
-  if not thread or is_main then return finish(pcall(answer, rule)) end
-  local inner = coroutine.create(answer)
-  local good, message = coroutine.resume(inner, rule)
-  if coroutine.status(inner) ~= "dead" then
-    good, message = false, "custom: backward yielded; it must return the gradients without a yield"
-  end
-  finish(good, message)
+  if not thread or is_main then return f(...) end
+  local inner = coroutine.create(f)
+  local good, problem = coroutine.resume(inner, ...)
+  if not good then error(problem, 0) end
+  raise_if(coroutine.status(inner) ~= "dead", message)
 end
+
+-- A yield would leave the backward pass open, and no other pass could begin.
+local YIELDED = "custom: backward yielded; it must return the gradients without a yield"
 
 local OPTIONS = "scale retain"
 
@@ -81,7 +73,12 @@ local function backward(loss, options)
       raise("backward: the tape holds a custom operation of an aborted pass; hint: compute the " ..
         "loss again")
     end
-    answer_at_once(rule)
+    local good, problem = pcall(M.at_once, YIELDED, answer, rule)
+    if not good then
+      C.eng_backward_abort()
+      nodes.rules = {}
+      error(problem, 0)
+    end
     check(C.eng_backward_resume())
   end
   if not options.retain then nodes.rules = {} end
