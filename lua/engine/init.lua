@@ -65,20 +65,15 @@ end)
 
 local engine = { version = M_ffi.version }
 
--- With several ranks (dist/ranks.lua), only rank 0 prints.
-local launched_rank, launched_size = M_ffi.new("int[1]"), M_ffi.new("int[1]")
-if C.eng_comm_launched(launched_rank, launched_size) and launched_rank[0] > 0 then
-  _G.print = function() end
-end
+-- With several ranks, only rank 0 prints.
+if require("engine.dist.ranks").rank() > 0 then _G.print = function() end end
 
 for _, name in ipairs { "tensor", "zeros", "ones", "full", "rand", "randn", "randint", "arange",
-  "from_memory", "concat", "stack", "attention", "cross_entropy", "mse", "is_tensor" } do
-  engine[name] = tensor[name]
-end
-for _, name in ipairs { "matmul", "linear", "mlp_gelu", "layer_norm", "rms_norm", "add_layer_norm",
-  "add_rms_norm", "swiglu", "where", "maximum", "minimum", "dropout", "gelu", "relu",
-  "silu", "softmax", "log_softmax", "exp", "log", "tanh", "sigmoid", "log_sigmoid" } do
-  engine[name] = tensor.methods[name]
+  "from_memory", "concat", "stack", "attention", "cross_entropy", "mse", "is_tensor", "matmul",
+  "linear", "mlp_gelu", "layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "swiglu",
+  "where", "maximum", "minimum", "dropout", "gelu", "relu", "silu", "softmax", "log_softmax", "exp",
+  "log", "tanh", "sigmoid", "log_sigmoid" } do
+  engine[name] = tensor[name] or tensor.methods[name]
 end
 engine.no_grad, engine.scope, engine.custom = autograd.no_grad, autograd.scope, autograd.custom
 

@@ -12,7 +12,7 @@
 --   ranks.group(4)               this rank's group of four adjacent ranks (for nn.moe's experts)
 -- Every rank runs the same script and must make the same calls. If a rank misses a call, the job
 -- ends with an error that names the rank (core/dist/comm_wait.c). Owns the groups. Called by
--- scripts, dist/, run/, train/, report/ and cli/.
+-- scripts, init.lua, dist/, run/, train/, report/ and cli/.
 local M_ffi = require "engine.base.ffi"
 local files = require "engine.base.file"
 local show = require "engine.base.show"

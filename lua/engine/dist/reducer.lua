@@ -8,8 +8,8 @@
 --
 -- The batches of a step are numbered from 0 over all ranks; a rank's first batch has the number
 -- rank * accumulate. Jobs with the same product of ranks and accumulate therefore see the same
--- batches and random numbers. Owned and called by the trainer. A single process has a reducer of
--- one rank, which costs nothing.
+-- batches and random numbers. Owned by the trainer; called by train/, run/ and agreement.lua. A
+-- single process has a reducer of one rank, which costs nothing.
 local M_ffi = require "engine.base.ffi"
 local batch_norm_over = require "engine.tensor.batch_norm_over"
 local identity = require "engine.dist.identity"
@@ -20,6 +20,7 @@ local ranks = require "engine.dist.ranks"
 local reduction = require "engine.dist.reduction"
 local show = require "engine.base.show"
 local signals = require "engine.policy.signals"
+local within = require "engine.base.within"
 
 local C, check, fail_if, ffi = M_ffi.C, M_ffi.check, M_ffi.fail_if, M_ffi.ffi
 
@@ -170,11 +171,9 @@ function Reducer:start(spread)
   for i, text in ipairs(others) do
     local other, other_own = text:match("^(%S+) (%S*)$")
     local alike = self:holder(i - 1) == self:holder(self.rank)
-    if other ~= sum or alike and other_own ~= own then
-      error(("rank %d's weights (checksum %s) differ from rank %d's (%s), although both " ..
-        "received the same weights; hint: suspect the memory or the network of their machines")
-        :format(i - 1, text, self.rank, others[self.rank + 1]), 0)
-    end
+    fail_if(other ~= sum or alike and other_own ~= own, "rank %d's weights (checksum %s) differ " ..
+      "from rank %d's (%s), although both received the same weights; hint: suspect the memory " ..
+      "or the network of their machines", i - 1, text, self.rank, others[self.rank + 1])
   end
   if self.parted then self:drop_weights() end
 end
@@ -192,11 +191,8 @@ end
 --- function.
 function Reducer:whole(f)
   if not self.parted then return f() end
-  check(C.eng_parallel_whole(self.reduction))
-  local results = { pcall(f) }
-  check(C.eng_parallel_leave(self.reduction))
-  if not results[1] then error(results[2], 0) end
-  return unpack(results, 2, table.maxn(results))
+  return within(function() check(C.eng_parallel_whole(self.reduction)) end,
+    function() check(C.eng_parallel_leave(self.reduction)) end, f)
 end
 
 local own_from, own_to = ffi.new("int64_t[1]"), ffi.new("int64_t[1]")

@@ -33,6 +33,7 @@ local M = { whole = whole, positive = positive }   -- ranges that hf_config.lua 
 --- Fields that no architecture supports; they must be absent or null.
 M.unsupported = { "quantization_config", "compression_config" }
 
+local fail_if = require("engine.base.ffi").fail_if
 local with = require("engine.base.arguments").merged
 
 local GPT2 = {
@@ -188,10 +189,8 @@ local function file_names(arch, name, prefix)
   local module, leaf = key:match("^(.*)(%.[^.]+)$")
   local names = arch.names[key]
   if names then leaf = "" else names = arch.names[module] end
-  if not names then
-    error(("the parameter '%s' has no name in Hugging Face's files; hint: engine.save keeps the " ..
-      "engine's own names"):format(name), 0)
-  end
+  fail_if(not names, "the parameter '%s' has no name in Hugging Face's files; hint: engine.save " ..
+    "keeps the engine's own names", name)
   local list, transposed = split(names, leaf)
   for i, text in ipairs(list) do list[i] = text:gsub("^%.", prefix):format(unpack(numbers)) end
   return list, transposed

@@ -18,7 +18,7 @@ local arguments = require "engine.base.arguments"
 local autograd = require "engine.tensor.autograd"
 local tensor = require "engine.tensor.tensor"
 
-local C, check, ffi, expect, raise = M_ffi.C, M_ffi.check, M_ffi.ffi, M_ffi.expect, M_ffi.raise
+local C, check, ffi, expect = M_ffi.C, M_ffi.check, M_ffi.ffi, M_ffi.expect
 
 local M = {}
 
@@ -39,9 +39,8 @@ function M.new(count, options)
   if group == nil then return nil end
   expect(arguments.is_group(group) and group.across, group,
     "nn.moe: expected experts_over to be a group of ranks, engine.ranks.group()")
-  if count % group.size ~= 0 then
-    raise("nn.moe: %d experts cannot be divided evenly among %d ranks", count, group.size)
-  end
+  M_ffi.raise_if(count % group.size ~= 0,
+    "nn.moe: %d experts cannot be divided evenly among %d ranks", count, group.size)
   if group.size == 1 then return nil end
   local each = count / group.size
   return setmetatable({ group = group, total = count, each = each, first = group.rank * each + 1,

@@ -91,10 +91,8 @@ local COLDEST = 1e-30   -- below this temperature, logits / temperature would ov
 -- likely id. top_p is a share of the total probability of the top_k tokens.
 local function sample(logits, o)
   local most = logits:max():item()
-  if most - most ~= 0 then
-    raise("generate: expected finite logits from the model, got %g; hint: its weights may hold " ..
-      "inf or nan", most)
-  end
+  raise_if(most - most ~= 0, "generate: expected finite logits from the model, got %g; hint: " ..
+    "its weights may hold inf or nan", most)
   if o.temperature < COLDEST then return logits:argmax(-1):item() end
   local V, top, ids = logits:size(-1), logits / o.temperature, nil
   local k = math.min(o.top_k or V, V)

@@ -71,9 +71,8 @@ end
 -- For sequences longer than max_position_embeddings, the base grows with their length. A sequence
 -- may be up to `factor` times max_position_embeddings long.
 function SCALINGS.dynamic(rope, _, o, where)
-  if (o.head_width or o.width / o.heads) == 2 then
-    fail(where, "rope type 'dynamic' is not supported with a head width of 2")
-  end
+  fail_if((o.head_width or o.width / o.heads) == 2, where,
+    "rope type 'dynamic' is not supported with a head width of 2")
   rope.dynamic = o.context
   o.context = math.floor(o.context * math.max(rope.factor, 1))
 end
@@ -135,9 +134,8 @@ end
 -- Reads rope_theta and rope_scaling, or rope_parameters, which holds both.
 function rules.rope(o, fields, where, arch)
   local p = value_of(fields, "rope_parameters") or value_of(fields, "rope_scaling") or {}
-  if type(p) ~= "table" then
-    fail(where, "expected rope_parameters or rope_scaling to be an object, got %s", got(p))
-  end
+  fail_if(type(p) ~= "table", where,
+    "expected rope_parameters or rope_scaling to be an object, got %s", got(p))
   local kind = value_of(p, "rope_type") or value_of(p, "type") or "default"
   local rope = { base = number(p, "rope_theta", where) or number(fields, "rope_theta", where)
     or arch.theta or 10000 }
@@ -151,9 +149,8 @@ function rules.rope(o, fields, where, arch)
   end
   want_known(p, where)
   local part = value_of(p, "partial_rotary_factor") or value_of(fields, "partial_rotary_factor", 1)
-  if part ~= 1 then
-    fail(where, "partial_rotary_factor %s is not supported; supported: 1", text_of(part))
-  end
+  fail_if(part ~= 1, where, "partial_rotary_factor %s is not supported; supported: 1",
+    text_of(part))
   o.rope = rope
 end
 
@@ -201,9 +198,8 @@ local function read_field(fields, key, field, where)
   if option == "window" and fields[key] == NULL then return nil end   -- null: no window
   local value = value_of(fields, key, default)
   if not option then
-    if value ~= default then
-      fail(where, "%s %s is not supported; supported: %s", key, text_of(value), text_of(default))
-    end
+    fail_if(value ~= default, where, "%s %s is not supported; supported: %s", key,
+      text_of(value), text_of(default))
     return nil
   end
   local kind = range and "number" or type(default)
@@ -229,14 +225,11 @@ function M.options_of(fields, where)
   class = type(class) == "table" and class[1] or class
   local known = false
   for _, name in ipairs(arch.classes) do known = known or name == class end
-  if not known then
-    fail(where, "architecture %s is not supported; supported: %s", text_of(class),
-      table.concat(arch.classes, " "))
-  end
+  fail_if(not known, where, "architecture %s is not supported; supported: %s", text_of(class),
+    table.concat(arch.classes, " "))
   for _, key in ipairs(architectures.unsupported) do
-    if value_of(fields, key) ~= nil then
-      fail(where, "%s is not supported; hint: use the model without quantization", key)
-    end
+    fail_if(value_of(fields, key) ~= nil, where,
+      "%s is not supported; hint: use the model without quantization", key)
   end
   local o = arguments.merged(arch.options)
   for _, key in ipairs(nearest.keys(arch.fields)) do
@@ -253,10 +246,9 @@ function M.options_of(fields, where)
     "the width %d is not divisible by %d heads", o.width, o.heads)
   fail_if(o.kv_heads and o.heads % o.kv_heads ~= 0, where,
     "%d heads are not divisible by %d num_key_value_heads", o.heads, o.kv_heads)
-  if o.rope and (o.head_width or o.width / o.heads) % 2 ~= 0 then
-    fail(where, "expected an even head width, which rotary positions need, got %g",
-      o.head_width or o.width / o.heads)
-  end
+  local D = o.head_width or o.width / o.heads
+  fail_if(o.rope and D % 2 ~= 0, where,
+    "expected an even head width, which rotary positions need, got %g", D)
   fail_if(o.experts and o.top_k > o.experts, where, "expected num_experts_per_tok to be at most " ..
     "%d, the number of experts, got %d", o.experts, o.top_k)
   fail_if(o.layers * (o.experts or 1) > 2 ^ 17, where, "expected up to 2^17 experts in all " ..

@@ -59,11 +59,9 @@ local function open_weights(folder)
     for _, file in pairs(opened) do file:close() end
   end
   local function add(path)
-    if not files.exists(path) then
-      fail("%s is missing; hint: %s", path, map
-        and "the index names it as a shard; copy it into the folder"
-        or "transformers' save_pretrained writes it")
-    end
+    fail_if(not files.exists(path), "%s is missing; hint: %s", path, map
+      and "the index names it as a shard; copy it into the folder"
+      or "transformers' save_pretrained writes it")
     local file = safetensors.open(path)
     opened[path] = file
     for _, name in ipairs(file.names) do
@@ -249,10 +247,8 @@ local function load(folder, options, dtype)
   end
   local weights = open_weights(folder)
   return within(function() end, weights.close, function()
-    if o.layers > #weights.names then
-      fail("%s: expected at least one tensor for each of the %d layers, but %s has only %d tensors",
-        path, o.layers, weights.where, #weights.names)
-    end
+    fail_if(o.layers > #weights.names, "%s: expected at least one tensor for each of the %d " ..
+      "layers, but %s has only %d tensors", path, o.layers, weights.where, #weights.names)
     rename_old(weights, arch.old)
     local source = { fields = fields, text = text, folder = folder,
       eos = config.eos(folder, fields), prefix = prefix_of(weights, arch),

@@ -19,8 +19,8 @@ local nearest = require "engine.base.nearest"
 local safetensors = require "engine.tensor.safetensors"
 local tensor = require "engine.tensor.tensor"
 
-local C, check, expect, raise, raise_if, value_text = M_ffi.C, M_ffi.check, M_ffi.expect,
-  M_ffi.raise, M_ffi.raise_if, M_ffi.value_text
+local C, check, expect, raise, raise_if = M_ffi.C, M_ffi.check, M_ffi.expect, M_ffi.raise,
+  M_ffi.raise_if
 
 local M = { new = adapters.new, disabled = adapters.disabled, merge = adapters.merge,
   unmerge = adapters.unmerge }
@@ -183,18 +183,19 @@ local function alpha_of(config, name, used)
 end
 
 -- Returns the parameters of a classifier's head that the file has, as a list of { parameter, name
--- in the file }. Each name is also a key of the list.
-local function find_head(model, file, fail)
+-- in the file }. Each name is also a key of the list. where: begins error messages.
+local function find_head(model, file, where)
   local head, head_name = adapters.label_head(model)
   local list = {}
   for _, p in ipairs(head and head:parameters() or {}) do
     local name, x = PREFIX .. head_name .. "." .. p.name, p.tensor
     local found = file.entries[name]
-    if found and tensor.shape_text(found.shape) ~= tensor.shape_text(x.shape) then
-      fail("expected '%s' to have shape %s, got %s", name, tensor.shape_text(x.shape),
-        tensor.shape_text(found.shape))
+    if found then
+      local got, wanted = tensor.shape_text(found.shape), tensor.shape_text(x.shape)
+      raise_if(got ~= wanted, "%s: expected '%s' to have shape %s, got %s", where, name, wanted,
+        got)
+      list[#list + 1], list[name] = { x, name }, true
     end
-    if found then list[#list + 1], list[name] = { x, name }, true end
   end
   return list
 end
@@ -203,7 +204,7 @@ end
 -- count, part .. }. A part is { first, last, alpha, entries = { ending = name in the file } }.
 -- Parts without an adapter in the file are left out, but `count` counts them too. head: the result
 -- of find_head.
-local function find(model, file, config, name_of, head, fail)
+local function find(model, file, config, name_of, head, where)
   local by_name, names, list, used = {}, {}, {}, {}
   for _, l in ipairs(adapters.linears(model)) do
     local parts = name_of(l)
@@ -219,8 +220,9 @@ local function find(model, file, config, name_of, head, fail)
     end
     local at = name and by_name[name]
     if not at and not head[key] then
-      fail("the adapter is for another model: it has '%s'%s; this model's linear layers: %s", key,
-        nearest.hint(name or key, names), adapters.text_of_paths(adapters.linears(model)))
+      raise("%s: the adapter is for another model: it has '%s'%s; this model's linear layers: %s",
+        where, key, nearest.hint(name or key, names),
+        adapters.text_of_paths(adapters.linears(model)))
     end
     if at then
       local l, part = at.l, at.part
@@ -232,18 +234,17 @@ local function find(model, file, config, name_of, head, fail)
     end
   end
   for key in pairs(config.alpha_pattern) do
-    if not used[key] then
-      fail("the key '%s' of alpha_pattern matches no layer of this adapter", key)
-    end
+    raise_if(not used[key], "%s: the key '%s' of alpha_pattern matches no layer of this adapter",
+      where, key)
   end
-  if #list == 0 then fail("expected tensors such as '%sNAME.%s', got no adapter", PREFIX, A) end
+  raise_if(#list == 0, "%s: expected tensors such as '%sNAME.%s', got no adapter", where, PREFIX, A)
   return list
 end
 
 -- Checks the shapes of a layer's parts and reads their tensors, which live until the scope ends.
 -- Sets l.part_rank (the rank of a part), l.rank and l.alpha (for the whole layer) and l.joined
 -- (whether the file has all parts, with the same A in each).
-local function measure(l, file, dora, fail)
+local function measure(l, file, dora, where)
   local a = file.entries[l[1].entries[A]]
   local rank = math.max(1, a and #a.shape == 2 and a.shape[1] or 0)
   for _, part in ipairs(l) do
@@ -253,17 +254,13 @@ local function measure(l, file, dora, fail)
     for ending, shape in pairs(expected) do
       local found, text = file.entries[part.entries[ending]], tensor.shape_text(shape)
       local got = found and tensor.shape_text(found.shape) or "nothing"
-      if got ~= text then
-        fail("%s of %s: expected %s, got %s; hint: the adapter may belong to another model", ending,
-          l.path, text, got)
-      end
+      raise_if(got ~= text, "%s: %s of %s: expected %s, got %s; hint: the adapter may belong to " ..
+        "another model", where, ending, l.path, text, got)
     end
-    if type(part.alpha) ~= "number" then
-      fail("expected the alpha of %s to be a number, got %s", l.path, value_text(part.alpha))
-    end
-    if part.alpha ~= l[1].alpha then
-      fail("expected one alpha for all parts of %s, got %g and %g", l.path, l[1].alpha, part.alpha)
-    end
+    expect(type(part.alpha) == "number", part.alpha,
+      "%s: expected the alpha of %s to be a number", where, l.path)
+    raise_if(part.alpha ~= l[1].alpha, "%s: expected one alpha for all parts of %s, got %g and %g",
+      where, l.path, l[1].alpha, part.alpha)
     part.tensors = {}
     for ending, name in pairs(part.entries) do part.tensors[ending] = file:read(name, false) end
   end
@@ -273,35 +270,30 @@ local function measure(l, file, dora, fail)
   end
   local times, most = l.joined and 1 or #l, math.min(l.layer.inputs, l.layer.outputs)
   l.part_rank, l.rank, l.alpha = rank, rank * times, l[1].alpha * times
-  if l.rank > most then
-    fail("the adapters of %s's parts have a total rank of %d; expected at most %d", l.path, l.rank,
-      most)
-  end
+  raise_if(l.rank > most, "%s: the adapters of %s's parts have a total rank of %d; expected at " ..
+    "most %d", where, l.path, l.rank, most)
 end
 
 -- Returns whether the model has adapters. If it has, raises an error unless the file's adapters are
 -- for the same layers and of the same kind, rank and alpha.
-local function compare(model, list, dora, fail)
+local function compare(model, list, dora, where)
   local of_file, count = {}, 0
   for _, l in ipairs(list) do of_file[l.layer] = l end
   for _, l in ipairs(adapters.linears(model)) do
     local own, theirs = rawget(l.layer, "_lora"), of_file[l.layer]
-    if own and not theirs then
-      fail("the model has other adapters: the file has none for %s; hint: load into a model "
-        .. "without adapters", l.path)
-    elseif own and (theirs.rank ~= own.rank or theirs.alpha ~= own.alpha
-      or dora ~= (own.m ~= nil)) then
-      fail("the model has other adapters: %s is %s with rank %d and alpha %g, but %s with rank %d "
-        .. "and alpha %g in the file; hint: load into a model without adapters", l.path,
+    if own then
+      raise_if(not theirs, "%s: the model has other adapters: the file has none for %s; hint: " ..
+        "load into a model without adapters", where, l.path)
+      raise_if(theirs.rank ~= own.rank or theirs.alpha ~= own.alpha or dora ~= (own.m ~= nil),
+        "%s: the model has other adapters: %s is %s with rank %d and alpha %g, but %s with rank " ..
+        "%d and alpha %g in the file; hint: load into a model without adapters", where, l.path,
         own.m and "DoRA" or "LoRA", own.rank, own.alpha, dora and "DoRA" or "LoRA", theirs.rank,
         theirs.alpha)
+      count = count + 1
     end
-    count = count + (own and 1 or 0)
   end
-  if count > 0 and #list > count then
-    fail("the model has %d adapters, the file has %d; hint: load into a model without adapters",
-      count, #list)
-  end
+  raise_if(count > 0 and #list > count, "%s: the model has %d adapters, the file has %d; hint: " ..
+    "load into a model without adapters", where, count, #list)
   return count > 0
 end
 
@@ -318,12 +310,12 @@ local function fill(l)
 end
 
 local function load(model, file, config, name_of)
-  local function fail(...) raise("%s", "lora.load: " .. file.path .. ": " .. string.format(...)) end
-  local dora, head = config.use_dora == true, find_head(model, file, fail)
-  local list = find(model, file, config, name_of, head, fail)
+  local where = "lora.load: " .. file.path
+  local dora, head = config.use_dora == true, find_head(model, file, where)
+  local list = find(model, file, config, name_of, head, where)
   autograd.scope(function()
-    for _, l in ipairs(list) do measure(l, file, dora, fail) end
-    if not compare(model, list, dora, fail) then
+    for _, l in ipairs(list) do measure(l, file, dora, where) end
+    if not compare(model, list, dora, where) then
       for _, l in ipairs(list) do
         adapters.new(model, { match = "^" .. l.path:gsub("%p", "%%%0") .. "$", rank = l.rank,
           alpha = l.alpha, dropout = config.lora_dropout, dora = dora })

@@ -201,11 +201,9 @@ local function chosen(model, match)
       list[#list + 1] = l
     end
   end
-  if #list == 0 then
-    raise("nn.lora: match %s; linear layers: %s", next(taken)
-      and "selects only the classifier's head, which is trained without an adapter" or "is empty",
-      M.text_of_paths(all))
-  end
+  raise_if(#list == 0, "nn.lora: match %s; linear layers: %s", next(taken)
+    and "selects only the classifier's head, which is trained without an adapter" or "is empty",
+    M.text_of_paths(all))
   return list
 end
 
@@ -390,9 +388,8 @@ end
 function M.merge(model)
   local list = M.adapted(model, "lora.merge")
   M.want_no_tape "lora.merge"
-  if M.is_merged(model) then
-    raise("lora.merge: the adapters are merged already; hint: lora.unmerge(model)")
-  end
+  raise_if(M.is_merged(model),
+    "lora.merge: the adapters are merged already; hint: lora.unmerge(model)")
   for _, l in ipairs(list) do
     local layer, own = l.layer, l.layer._lora
     local merged = autograd.scope(in_f32, function()
@@ -413,9 +410,8 @@ end
 function M.unmerge(model)
   local list = M.adapted(model, "lora.unmerge")
   M.want_no_tape "lora.unmerge"
-  if not M.is_merged(model) then
-    raise("lora.unmerge: the adapters are not merged; hint: lora.merge(model) merges them")
-  end
+  raise_if(not M.is_merged(model),
+    "lora.unmerge: the adapters are not merged; hint: lora.merge(model) merges them")
   for _, l in ipairs(list) do
     raise_if(l.layer._lora.weight and arguments.info(l.layer.weight).requires_grad ~= 0,
       "lora.unmerge: %s.weight has been unfrozen since lora.merge, and lora.unmerge would " ..

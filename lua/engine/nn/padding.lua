@@ -7,7 +7,7 @@
 local M_ffi = require "engine.base.ffi"
 local tensor = require "engine.tensor.tensor"
 
-local expect, raise, raise_if = M_ffi.expect, M_ffi.raise, M_ffi.raise_if
+local expect, raise_if = M_ffi.expect, M_ffi.raise_if
 
 local M = {}
 
@@ -58,9 +58,7 @@ function M.read(mask, ids, name)
   if mask == nil or getmetatable(mask) == Spans then return mask end
   expect(tensor.is_tensor(mask), mask, "%s: expected mask to be a tensor shaped like the ids", name)
   local shape, wanted = tensor.shape_text(mask.shape), tensor.shape_text(ids.shape)
-  if shape ~= wanted then
-    raise("%s: expected a mask %s like the ids, got %s", name, wanted, shape)
-  end
+  raise_if(shape ~= wanted, "%s: expected a mask %s like the ids, got %s", name, wanted, shape)
   local spans, T = {}, ids:size(-1)
   for i, row in ipairs(mask:ne(0):to("i32"):view(-1, T):totable()) do
     spans[i] = span_of(row, i, name)

@@ -8,6 +8,7 @@
 -- format's range. COAT does not define k for a / b near 1; here k is at most 16.5625. Called
 -- through engine.optim.coat.
 local steps = require "engine.optim.steps"
+local tensor = require "engine.tensor.tensor"
 
 local GROUP, LARGEST = 128, 448
 local RANGE = math.log(LARGEST ^ 2 / 2)
@@ -28,7 +29,6 @@ local function encode(x)
   local groups, n = groups_of(x.shape)
   x = x:view(n)
   if groups * GROUP > n then
-    local tensor = require "engine.tensor.tensor"
     x = tensor.concat({ x, x:slice(1, 1, 1):expand(groups * GROUP - n) * 0 }, 1)
   end
   x = x:view(groups, GROUP)
@@ -39,8 +39,7 @@ local function encode(x)
   local k = (binades:pow(-1) * (16 * RANGE)):to("i32"):to("f32") / 16
   local middle = most:sqrt() * least:minimum(most):sqrt()
   local s = (most / middle):pow(k) / LARGEST
-  return sign_of(x) * (size / middle):pow(k) / s,
-    require("engine.tensor.tensor").concat({ k, middle, s }, 2)
+  return sign_of(x) * (size / middle):pow(k) / s, tensor.concat({ k, middle, s }, 2)
 end
 
 -- Decodes a moment into the shape of `like`.

@@ -42,21 +42,19 @@ local function dtype_of(options, preset)
     or preset
 end
 
-
 -- Makes a tensor of the shape in shape_buffer. options: a dtype name, or { dtype, keep,
 -- requires_grad }; zeros() below explains `keep`. preset: the default dtype, or nil for f32.
 local function make(name, ndim, options, preset)
-  local dtype, home, requires_grad = preset or "f32", AUTO, false
-  if type(options) == "string" then dtype = options
-  elseif options ~= nil then
+  local home, requires_grad = AUTO, false
+  if options ~= nil and type(options) ~= "string" then
     expect(type(options) == "table", options,
       "%s: expected options to be a dtype name or a table", name)
     read_named(options, name, OPTIONS)
-    dtype, requires_grad = options.dtype or dtype, options.requires_grad
+    requires_grad = options.requires_grad
     if options.keep ~= nil then home = options.keep and KEEP or STEP end
   end
   local x = Tensor()
-  check(C.eng_new(x, dtype_number(dtype), ndim, shape_buffer, home))
+  check(C.eng_new(x, dtype_number(dtype_of(options, preset or "f32")), ndim, shape_buffer, home))
   if requires_grad then check(C.eng_requires_grad(x, true)) end
   return x
 end
@@ -209,10 +207,8 @@ function M.from_memory(pointer, from, shape, options)
     dtype_number(from)
   local count = tonumber(info(x).count)
   local bytes = count * C.eng_dtype_size(number)
-  if kind == "[" and ffi.sizeof(pointer) < bytes then
-    raise("from_memory: expected an array of %d bytes or more for %d elements of %s, got %d bytes",
-      bytes, count, from, ffi.sizeof(pointer))
-  end
+  raise_if(kind == "[" and ffi.sizeof(pointer) < bytes, "from_memory: expected an array of %d " ..
+    "bytes or more for %d elements of %s, got %d bytes", bytes, count, from, ffi.sizeof(pointer))
   check(C.eng_write(x, pointer, number, count))
   return x
 end

@@ -22,8 +22,7 @@ end
 --- and their mean (not of bool), the counts of inf and nan (not of integers), and the first rows
 --- and columns. Leaves out the elements if there are more than MOST.
 return function(x)
-  local status = C.eng_info(info_buffer, x)
-  if status ~= 0 then return "tensor (" .. M_ffi.message() .. ")" end
+  if C.eng_info(info_buffer, x) ~= 0 then return "tensor (" .. M_ffi.message() .. ")" end
   local shape, dtype = arguments.shape_table(info_buffer), M_ffi.dtype_name[info_buffer.dtype]
   local count, grad = tonumber(info_buffer.count), info_buffer.requires_grad ~= 0
   local head = ("%s %s %s%s"):format(dtype, arguments.shape_text(shape), x.device,

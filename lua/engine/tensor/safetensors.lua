@@ -27,7 +27,7 @@ local out_crc = ffi.new("uint32_t[1]")
 
 --- Opens a file and checks its header. The result has `names` (in file order), `entries` by name
 --- ({ dtype, shape, bytes }) and `metadata`. A file that is missing or malformed is an error.
-local function open(path)
+function M.open(path)
   expect(type(path) == "string", path, "load: expected the path of a safetensors file")
   check(C.eng_safetensors_open(out_file, path))
   local file = { path = path, handle = ffi.gc(out_file[0], C.eng_safetensors_close), names = {},
@@ -47,7 +47,6 @@ local function open(path)
   end
   return setmetatable(file, File)
 end
-M.open = open
 
 --- Reads one tensor by name. The tensor lives until it is freed or, with keep = false, until the
 --- scope or the step ends.
@@ -80,8 +79,7 @@ end
 
 --- Reads a file. Returns all its tensors as { name = tensor }, and its metadata as { key = text }.
 function M.load(path)
-  local file = open(path)
-  local tensors = {}
+  local file, tensors = M.open(path), {}
   for _, name in ipairs(file.names) do
     local good, x = pcall(file.read, file, name)
     if not good then

@@ -16,7 +16,8 @@ require "engine.tensor.elementwise"
 require "engine.tensor.views"
 require "engine.tensor.products"
 
-local ffi, C, check, expect, raise = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.expect, M_ffi.raise
+local ffi, C, check, expect, raise, raise_if = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.expect,
+  M_ffi.raise, M_ffi.raise_if
 local Tensor, dtype_name, value_text = M_ffi.Tensor, M_ffi.dtype_name, M_ffi.value_text
 local is_tensor, info, shape_table = arguments.is_tensor, arguments.info, arguments.shape_table
 local dimension, want_number, fill = arguments.dimension, arguments.want_number, create.fill_with
@@ -197,10 +198,8 @@ ffi.metatype(Tensor, {
     if method then return method end
     local getter = getters[key]
     if getter then return getter(x) end
-    if type(key) ~= "string" then
-      raise("a tensor cannot be indexed, got x[%s]; hint: x:select(1, i), x:slice(1, i, j)",
-        value_text(key))
-    end
+    raise_if(type(key) ~= "string", "a tensor cannot be indexed, got x[%s]; hint: " ..
+      "x:select(1, i), x:slice(1, i, j)", value_text(key))
     local known = {}
     for _, names in ipairs { methods, getters } do
       for name in pairs(names) do known[name] = true end
@@ -215,8 +214,7 @@ ffi.metatype(Tensor, {
   __add = methods.add, __sub = methods.sub, __mul = methods.mul, __div = methods.div,
   __pow = methods.pow, __unm = methods.neg,
   __eq = function(a, b)   -- the same handle; values are compared by a:eq(b)
-    return is_tensor(a) and is_tensor(b) and tonumber(a.slot) == tonumber(b.slot)
-      and tonumber(a.generation) == tonumber(b.generation)
+    return is_tensor(a) and is_tensor(b) and a.slot == b.slot and a.generation == b.generation
   end,
   __lt = no_order, __le = no_order,
   __len = no_length, __pairs = no_loop, __ipairs = no_loop,

@@ -4,19 +4,20 @@ local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local calls = require "engine.tensor.calls"
 
-local C, check, raise, Tensor = M_ffi.C, M_ffi.check, M_ffi.raise, M_ffi.Tensor
-local op, call, run_call = M_ffi.op, M_ffi.call, M_ffi.run_call
+local C, check, raise, raise_if, Tensor, call = M_ffi.C, M_ffi.check, M_ffi.raise, M_ffi.raise_if,
+  M_ffi.Tensor, M_ffi.call
 local inputs, ints = call["in"], call.ints
 local info, shape_table, shape_text = arguments.info, arguments.shape_table, arguments.shape_text
 local is_tensor = arguments.is_tensor
 local want, want_whole, dimension = arguments.want, arguments.want_whole, arguments.dimension
-local methods, functions, run1, run2 = calls.methods, calls.functions, calls.run1, calls.run2
+local methods, functions, run1, run2, run_many = calls.methods, calls.functions, calls.run1,
+  calls.run2, calls.run_many
+
+local MAX_DIMS = tonumber(C.ENG_MAX_DIMS)
 
 local function shape_ints(name, ...)
   local list, n = arguments.numbers(...)
-  if n > C.ENG_MAX_DIMS then
-    raise("%s: expected up to %d dimensions, got %d", name, tonumber(C.ENG_MAX_DIMS), n)
-  end
+  raise_if(n > MAX_DIMS, "%s: expected up to %d dimensions, got %d", name, MAX_DIMS, n)
   ints[0] = n
   for i = 1, n do ints[i] = want_whole(list[i], name, "a dimension") end
 end
@@ -100,9 +101,8 @@ local MOST_PARTS = 7000      -- LuaJIT's limit on the results of a function is s
 
 -- Raises an error if n parts are too many for a function to return.
 local function want_parts(n, name)
-  if n > MOST_PARTS then
-    raise("%s: expected up to %d parts, got %.0f; hint: x:slice() in a loop", name, MOST_PARTS, n)
-  end
+  raise_if(n > MOST_PARTS, "%s: expected up to %d parts, got %.0f; hint: x:slice() in a loop",
+    name, MOST_PARTS, n)
 end
 
 --- Splits x along dimension d (the last unless given) into parts of the given sizes, returned as
@@ -131,7 +131,7 @@ function methods.split(x, sizes, d)
     end
     return unpack(parts)
   end
-  call.op, call.n_in, call.n_out, inputs[0], ints[0] = op.split, 1, #sizes, x, k
+  call.op, call.n_in, call.n_out, inputs[0], ints[0] = M_ffi.op.split, 1, #sizes, x, k
   for i, size in ipairs(sizes) do ints[i] = size end
   check(C.eng_run(call))
   local parts = {}
@@ -180,9 +180,9 @@ local function unsqueeze(x, d, name)
     raise("%s: expected a dimension from 1 to %d for %s, got %d", name, n + 1,
       shape_text(shape_table(what)), d)
   end
-  if n == C.ENG_MAX_DIMS then
-    raise("%s: expected a tensor of up to %d dimensions, got %s", name,
-      tonumber(C.ENG_MAX_DIMS) - 1, shape_text(shape_table(what)))
+  if n == MAX_DIMS then
+    raise("%s: expected a tensor of up to %d dimensions, got %s", name, MAX_DIMS - 1,
+      shape_text(shape_table(what)))
   end
   for i = 1, n + 1 do ints[i] = i < k and what.shape[i - 1] or i > k and what.shape[i - 2] or 1 end
   ints[0] = n + 1
@@ -213,9 +213,8 @@ function functions.concat(list, d)
     end
     list = joined
   end
-  for i, x in ipairs(list) do inputs[i - 1] = x end
-  call.op, call.n_in, call.n_out, ints[0] = op.concat, #list, 1, k
-  return run_call()
+  ints[0] = k
+  return run_many("concat", 1, #list, unpack(list))
 end
 
 --- Joins tensors of one shape along a new dimension d (1 by default).
@@ -253,9 +252,8 @@ function methods.embedding(weight, ids) return run2("embedding", weight, ids) en
 function methods.topk(x, k, d)
   want(x, "topk")
   calls.want_last(x, d, "topk")
-  call.op, call.n_in, call.n_out, inputs[0], ints[0] = op.topk, 1, 2, x,
-    want_whole(k, "topk", "k", 0)
-  return run_call()
+  ints[0] = want_whole(k, "topk", "k", 0)
+  return run_many("topk", 2, 1, x)
 end
 
 for _, name in ipairs { "argmax", "argmin" } do
