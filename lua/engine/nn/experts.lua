@@ -51,9 +51,8 @@ end
 local function empty(p)
   local x, shape = p.tensor, p.tensor.shape
   shape[1] = 0
-  local none = tensor.zeros(shape, { dtype = x.dtype, keep = true })
-  none:requires_grad(arguments.info(x).requires_grad ~= 0)
-  p.owner[p.key] = none
+  p.owner[p.key] = tensor.zeros(shape, { dtype = x.dtype, keep = true,
+    requires_grad = arguments.info(x).requires_grad ~= 0 })
   x:free()
 end
 

@@ -26,12 +26,12 @@ local function convolution(name, dimensions)
     raise_if(inputs % groups ~= 0 or outputs % groups ~= 0, "%s: expected groups to divide %d " ..
       "inputs and %d outputs, got %d", title, inputs, outputs, groups)
     shape[2] = inputs / groups
-    raise_if(type(kernel) == "table" and #kernel ~= dimensions,
+    local sizes = type(kernel) == "table" and kernel
+    raise_if(sizes and #sizes ~= dimensions,
       "%s: expected the kernel to be a number or a list of length %d, got a table of length %d",
-      title, dimensions, type(kernel) == "table" and #kernel or 0)
+      title, dimensions, sizes and #sizes)
     for d = 1, dimensions do
-      shape[2 + d] = want_whole(type(kernel) == "table" and kernel[d] or kernel, title,
-        "the kernel", 1)
+      shape[2 + d] = want_whole(sizes and sizes[d] or kernel, title, "the kernel", 1)
     end
     self.options = { stride = options.stride, padding = options.padding,
       dilation = options.dilation, groups = groups }

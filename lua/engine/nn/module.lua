@@ -331,9 +331,8 @@ end
 function Module:parameters()
   local list, seen = {}, {}
   walk(self, "", nil, function(name, value, owner, key)
-    local slot = tonumber(value.slot)
-    if not seen[slot] then
-      seen[slot] = true
+    if not seen[value.slot] then
+      seen[value.slot] = true
       list[#list + 1] = { name = name, tensor = value, role = owner._roles[key] or "linear",
         owner = owner, key = key }
     end

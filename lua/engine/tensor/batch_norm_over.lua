@@ -44,8 +44,8 @@ local function combine(group, mean, variance, rows, dtype)
   local n = mean.count
   local own, all = ffi.new("double[?]", 2 * n + 1), ffi.new("double[?]", (2 * n + 1) * group.size)
   own[0] = rows
-  for c, value in ipairs(mean:totable()) do own[c] = value end
-  for c, value in ipairs(variance:totable()) do own[n + c] = value end
+  ffi.copy(own + 1, mean:read "f64", 8 * n)
+  ffi.copy(own + 1 + n, variance:read "f64", 8 * n)
   count(own, rows > 0 and 2 * n + 1 or 0)
   check(C.eng_comm_all_gather(group.comm, all, own, ffi.sizeof(own)))
   local total, means, variances = 0, {}, {}
@@ -70,16 +70,11 @@ end
 local function over_ranks(group, dweight, dbias)
   local n = dweight.count
   local sums = ffi.new("double[?]", 2 * n)
-  for k, x in ipairs { dweight, dbias } do
-    for c, value in ipairs(x:totable()) do sums[(k - 1) * n + c - 1] = value end
-  end
+  ffi.copy(sums, dweight:read "f64", 8 * n)
+  ffi.copy(sums + n, dbias:read "f64", 8 * n)
   count(sums, 2 * n, true)
   check(C.eng_comm_all_reduce(group.comm, sums, 2 * n, M_ffi.dtype.f64, C.ENG_SUM))
-  local rows = { {}, {} }
-  for k = 1, 2 do
-    for c = 1, n do rows[k][c] = sums[(k - 1) * n + c - 1] end
-  end
-  return tensor.tensor(rows, { dtype = dweight.dtype, keep = false })
+  return tensor.from_memory(sums, "f64", { 2, n }, { dtype = dweight.dtype, keep = false })
 end
 
 -- `call`: { group, eps }. Returns the normalized x. Adds call.mean, call.variance and call.rows,

@@ -23,8 +23,8 @@ local is_tensor, info, shape_table = arguments.is_tensor, arguments.info, argume
 local dimension, want_number, fill = arguments.dimension, arguments.want_number, create.fill_with
 
 local methods, getters = calls.methods, {}
-local M = { Tensor = Tensor, is_tensor = is_tensor, shape_text = arguments.shape_text,
-  read_named = arguments.read_named, describe = describe, methods = methods, getters = getters }
+local M = { is_tensor = is_tensor, shape_text = arguments.shape_text,
+  read_named = arguments.read_named, methods = methods, getters = getters }
 for name, f in pairs(calls.functions) do M[name] = f end
 for name, f in pairs(create) do M[name] = f end
 
