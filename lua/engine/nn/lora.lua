@@ -18,6 +18,7 @@ local hf_config = require "engine.nn.hf_config"
 local nearest = require "engine.base.nearest"
 local safetensors = require "engine.tensor.safetensors"
 local tensor = require "engine.tensor.tensor"
+local within = require "engine.base.within"
 
 local C, check, expect, raise, raise_if = M_ffi.C, M_ffi.check, M_ffi.expect, M_ffi.raise,
   M_ffi.raise_if
@@ -339,9 +340,8 @@ function M.load(model, folder, options)
   adapters.want_unmerged(model, "lora.load")
   local config = read_config(folder, adapters.label_head(model))
   local file = safetensors.open(folder .. "/adapter_model.safetensors")
-  local good, problem = pcall(load, model, file, config, (namer(model, options, "lora.load")))
-  file:close()
-  if not good then error(problem, 0) end
+  within(function() end, function() file:close() end, load, model, file, config,
+    (namer(model, options, "lora.load")))
   return model
 end
 

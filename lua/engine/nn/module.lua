@@ -144,16 +144,12 @@ local function pass(good, ...)
   error((...), 0)
 end
 
-local function leave(...)
-  depth = 0
-  set_relative_scale(1)
-  return pass(...)
-end
-
--- Calls a module in a coroutine. While the coroutine is suspended, calls of other modules count as
+-- Calls a module. While a coroutine is suspended in the call, calls of other modules count as
 -- outermost calls.
-local function call_in_coroutine(self, ...)
-  local scale, from = 1, M_ffi.script_line()
+local function call(self, ...)
+  if depth > 0 then return forward(self, ...) end
+  local thread, is_main = coroutine.running()
+  local scale, from = 1, thread and not is_main and M_ffi.script_line() or ""
   return within(function()
     depth, caller = 1, from
     set_relative_scale(scale)
@@ -161,14 +157,6 @@ local function call_in_coroutine(self, ...)
     depth, caller, scale = 0, "", scale_now
     set_relative_scale(1)
   end, function(...) return pass(xpcall(forward, explain, self, ...)) end, ...)
-end
-
-local function call(self, ...)
-  if depth > 0 then return forward(self, ...) end
-  local thread, is_main = coroutine.running()
-  if thread and not is_main then return call_in_coroutine(self, ...) end
-  depth = 1
-  return leave(xpcall(forward, explain, self, ...))
 end
 
 -- ------------------------------------------------------------------ the class

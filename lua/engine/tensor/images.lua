@@ -94,46 +94,39 @@ end
 
 -- ------------------------------------------------------------------ pooling
 
-local POOL = { stride = true, padding = true }
-local AVERAGE = { stride = true, padding = true, count_include_pad = true }
+local POOL = { max_pool = "stride padding", avg_pool = "stride padding count_include_pad" }
 
-local function pool2d(x, kernel, options, name, op, known)
-  options = read_named(options, name, known)
+-- name: the method, such as "max_pool2d". Its first 8 characters are a key of POOL.
+local function pool2d(x, kernel, options, name)
+  local kind = name:sub(1, 8)
+  options = read_named(options, name, POOL[kind])
   local ints = append_pair({}, kernel, name, "the kernel", 1)
   append_pair(ints, options.stride or kernel, name, "stride", 1)
   append_pair(ints, options.padding or 0, name, "padding", 0)
-  if known == AVERAGE then ints[7] = options.count_include_pad == false and 0 or 1 end
+  if kind == "avg_pool" then ints[7] = options.count_include_pad == false and 0 or 1 end
   local images = channels_last(x, name, 4, 4)
-  return channels_second((run(op, { images }, ints, {}, known == POOL and 2 or 1)))
+  return channels_second((run(kind .. "2d", { images }, ints, {}, kind == "max_pool" and 2 or 1)))
 end
-local function pool1d(x, kernel, options, name, op, known)
-  options = read_named(options, name, known)
+local function pool1d(x, kernel, options, name)
+  options = read_named(options, name, POOL[name:sub(1, 8)])
   local filled = { stride = options.stride or kernel, padding = options.padding,
     count_include_pad = options.count_include_pad }
   return as_images(x, filled, name, function(image, o)
-    return pool2d(image, { 1, kernel }, o, name, op, known)
+    return pool2d(image, { 1, kernel }, o, name)
   end)
 end
 
 --- The largest element of each window of x [N x C x H x W] -> [N x C x P x Q]; a NaN counts as
 --- largest. kernel: a number or { height, width }. Options: stride (by default the kernel's size),
 --- padding (0; at most half the kernel; padded positions are ignored).
-function methods.max_pool2d(x, kernel, options)
-  return pool2d(x, kernel, options, "max_pool2d", "max_pool2d", POOL)
-end
+function methods.max_pool2d(x, kernel, options) return pool2d(x, kernel, options, "max_pool2d") end
 --- max_pool2d of sequences: x [N x C x L] -> [N x C x P].
-function methods.max_pool1d(x, kernel, options)
-  return pool1d(x, kernel, options, "max_pool1d", "max_pool2d", POOL)
-end
+function methods.max_pool1d(x, kernel, options) return pool1d(x, kernel, options, "max_pool1d") end
 --- The mean of each window; arguments as in max_pool2d, and the option count_include_pad (true: the
 --- mean includes padding as zeros).
-function methods.avg_pool2d(x, kernel, options)
-  return pool2d(x, kernel, options, "avg_pool2d", "avg_pool2d", AVERAGE)
-end
+function methods.avg_pool2d(x, kernel, options) return pool2d(x, kernel, options, "avg_pool2d") end
 --- avg_pool2d of sequences: x [N x C x L] -> [N x C x P].
-function methods.avg_pool1d(x, kernel, options)
-  return pool1d(x, kernel, options, "avg_pool1d", "avg_pool2d", AVERAGE)
-end
+function methods.avg_pool1d(x, kernel, options) return pool1d(x, kernel, options, "avg_pool1d") end
 
 --- Divides each image of x [N x C x H x W] into windows, and takes the mean of each window -> [N x
 --- C x P x Q]. size: { P, Q }, or one number for both. With size 1, the result is the mean of each

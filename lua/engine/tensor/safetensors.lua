@@ -80,16 +80,14 @@ end
 --- Reads a file. Returns all its tensors as { name = tensor }, and its metadata as { key = text }.
 function M.load(path)
   local file, tensors = M.open(path), {}
-  for _, name in ipairs(file.names) do
-    local good, x = pcall(file.read, file, name)
-    if not good then
-      for _, loaded in pairs(tensors) do C.eng_free(loaded) end
-      file:close()
-      error(x, 0)
-    end
-    tensors[name] = x
-  end
+  local good, problem = pcall(function()
+    for _, name in ipairs(file.names) do tensors[name] = file:read(name) end
+  end)
   file:close()
+  if not good then
+    for _, x in pairs(tensors) do C.eng_free(x) end
+    error(problem, 0)
+  end
   return tensors, file.metadata
 end
 
