@@ -79,9 +79,10 @@ describe("a module", function()
     assert.same(names(net), names(other))
   end)
 
-  it("does not register the tensors that a forward pass keeps, but its parameters", step(function()
+  it("does not register the tensors that a pass keeps, but its parameters", step(function()
     local Net = nn.class("Net")
-    function Net:init() self.mask = engine.ones(2) end
+    function Net:init() self.mask = engine.ones(2, { keep = true }) end
+    function Net:loss(x) self.last = self(x):sum() return self.last end
     function Net:forward(x)
       self.lazy = self.lazy or nn.linear(2, 2, { bias = false })
       self.cache = self.cache or engine.zeros(2, { keep = true })
@@ -91,7 +92,7 @@ describe("a module", function()
       return self.hidden
     end
     local net = Net()
-    net(engine.ones(1, 2))
+    net:loss(engine.ones(1, 2))
     assert.same({ "mask", "lazy.weight", "scale", "mean" }, names(net))
     coroutine.wrap(function() net(engine.ones(1, 2)) end)()
     assert.same({ "mask", "lazy.weight", "scale", "mean" }, names(net))

@@ -180,13 +180,16 @@ local function refuse_hidden(self, key, value)
   self._checked[key] = value
 end
 
+local info = M_ffi.new("eng_tensor_info")
+
 -- Stores a value in the module. `_order` has the keys of all fields in the order of their first
 -- assignment; a removed field keeps its place. Lua calls this function only for a key that has no
 -- value; walk checks values that replace others.
 local function assign(self, key, value)
   if is_module(value) then refuse_itself(path_to(value, self), self, key) end
   refuse_hidden(self, key, value)
-  if is_tensor(value) and depth == 0 then self._roles[key] = self._roles[key] or "linear" end
+  local lasting = is_tensor(value) and C.eng_info(info, value) == 0 and info.owner ~= 0
+  if lasting and depth == 0 then self._roles[key] = self._roles[key] or "linear" end
   if value ~= nil and not self._known[key] then
     self._order[#self._order + 1], self._known[key] = key, true
   end
@@ -195,8 +198,9 @@ end
 
 --- A new class of modules: nn.class("Name") returns the class. Define its methods init and forward,
 --- and call the class to make a module. A module or tensor that is assigned to a field is
---- registered under the field's name. A tensor that replaces a plain value, or that is assigned
---- while a module's forward runs, is registered only if it requires a gradient.
+--- registered under the field's name. A tensor that lives until the step ends, that replaces a
+--- plain value, or that is assigned while a module's forward runs, is registered only if it
+--- requires a gradient.
 function M.class(name)
   expect(type(name) == "string", name, "nn.class: expected the name of the class")
   local class = { _class = name }
@@ -289,7 +293,6 @@ function M.build_shapes(make, ...)
 end
 
 -- Whether x, the value of a field without a role, is a parameter.
-local info = M_ffi.new("eng_tensor_info")
 local function is_trained(x)
   return C.eng_info(info, x) == 0 and info.requires_grad ~= 0 and info.is_leaf ~= 0
 end
