@@ -203,15 +203,16 @@ end
 -- Reads every parameter; frees all of them on an error. std: the standard deviation of new weights.
 local function fill(plan, weights, dtype, std)
   local made = {}
-  for _, item in ipairs(plan) do
-    local good, x = pcall(read, item, weights, dtype, std)
-    if not good then
-      for _, other in ipairs(made) do C.eng_free(other) end
-      error(x, 0)
+  local good, problem = pcall(function()
+    for i, item in ipairs(plan) do
+      local p = item.parameter
+      made[i] = read(item, weights, dtype, std)
+      p.owner:parameter(p.key, made[i], p.role)
     end
-    made[#made + 1] = x
-    local p = item.parameter
-    p.owner:parameter(p.key, x, p.role)
+  end)
+  if not good then
+    for _, x in ipairs(made) do C.eng_free(x) end
+    error(problem, 0)
   end
 end
 

@@ -217,11 +217,9 @@ local function read(options)
     "nn.lora: expected alpha to be a finite number")
   expect(type(dropout) == "number" and dropout >= 0 and dropout < 1, dropout,
     "nn.lora: expected dropout in [0, 1)")
-  expect(options.dora == nil or type(options.dora) == "boolean", options.dora,
-    "nn.lora: expected dora to be true or false")
   if options.base ~= nil then arguments.choose(BASES, options.base, "nn.lora", "base") end
-  return { rank = rank, alpha = alpha, dropout = dropout, dora = options.dora or false,
-    base = options.base }
+  return { rank = rank, alpha = alpha, dropout = dropout, base = options.base,
+    dora = module.want_flag(options, "dora", "nn.lora", false) }
 end
 
 -- Raises an error if the layer cannot get an adapter of this rank.

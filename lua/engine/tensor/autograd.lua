@@ -55,7 +55,7 @@ local OPTIONS = "scale retain"
 --- Computes the gradients of a one-element loss and adds them to the `grad` of every leaf that
 --- requires a gradient. Options: `scale` multiplies all gradients, as a loss scale does (by default
 --- 1); retain = true keeps the tape, so that backward can run again.
-local function backward(loss, options)
+function M.backward(loss, options)
   expect(tensor.is_tensor(loss), loss, "backward: expected a tensor")
   options = tensor.read_named(options, "backward", OPTIONS)
   local scale = options.scale or 1
@@ -83,8 +83,7 @@ local function backward(loss, options)
   end
   if not options.retain then nodes.rules = {} end
 end
-tensor.methods.backward = backward
-M.backward = backward
+tensor.methods.backward = M.backward
 
 --- Runs f(...) without recording and returns its results.
 function M.no_grad(f, ...)

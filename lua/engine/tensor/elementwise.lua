@@ -88,33 +88,31 @@ local function affine(x, factor, term)
 end
 
 --- a + b, with broadcasting; b may be a number.
-local function add(a, b)
+function methods.add(a, b)
   if type(b) == "number" and is_float(a) then return affine(a, 1, b) end
   if type(a) == "number" and is_float(b) then return affine(b, 1, a) end
   return pair("add", a, b)
 end
 --- a - b, with broadcasting; b may be a number.
-local function sub(a, b)
+function methods.sub(a, b)
   if type(b) == "number" and is_float(a) then return affine(a, 1, -b) end
   if type(a) == "number" and is_float(b) then return affine(b, -1, a) end
   return pair("sub", a, b)
 end
 --- a * b elementwise, with broadcasting; b may be a number.
-local function mul(a, b)
+function methods.mul(a, b)
   if type(b) == "number" and is_float(a) then return affine(a, b, 0) end
   if type(a) == "number" and is_float(b) then return affine(b, a, 0) end
   return pair("mul", a, b)
 end
 --- a / b, with broadcasting; b may be a number. Integers give floats.
-local function div(a, b) return pair("div", a, b) end
+function methods.div(a, b) return pair("div", a, b) end
 --- a ^ b, with broadcasting; b may be a number.
-local function pow(a, b)
+function methods.pow(a, b)
   if type(b) ~= "number" or not is_float(a) then return pair("pow", a, b) end
   floats[0], floats[1] = b, 0
   return run1("pow_scalar", a)
 end
-
-methods.add, methods.sub, methods.mul, methods.div, methods.pow = add, sub, mul, div, pow
 
 --- Elementwise, with broadcasting; b may be a number. If a or b is NaN, maximum and minimum give
 --- NaN. Comparisons give bool.
@@ -170,7 +168,7 @@ function methods.gelu(x, form)
 end
 
 --- x * x.
-function methods.square(x) return mul(x, x) end
+function methods.square(x) return methods.mul(x, x) end
 
 --- silu(gate) * up for two tensors of one shape. site: the FP8 site of the layer that reads the
 --- result, or nil.

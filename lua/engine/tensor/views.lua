@@ -87,14 +87,13 @@ end
 function methods.select(x, d, i)
   want(x, "select")
   local k, what = dimension(x, d, "select")
-  local shape, n = shape_table(what), tonumber(what.shape[k])
+  local n = tonumber(what.shape[k])
   local at = want_whole(i, "select", "a position") < 0 and i + n + 1 or i
   if at < 1 or at > n then
     raise("select: there is no position %d in dimension %d of %s; positions count from 1, or " ..
-      "from -1 backward", i, k + 1, shape_text(shape))
+      "from -1 backward", i, k + 1, shape_text(shape_table(what)))
   end
-  table.remove(shape, k + 1)
-  return methods.slice(x, d, at, at):view(shape)
+  return methods.squeeze(methods.slice(x, d, at, at), d)
 end
 
 local MOST_PARTS = 7000      -- LuaJIT's limit on the results of a function is slightly higher
