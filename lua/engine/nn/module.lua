@@ -182,9 +182,9 @@ end
 
 local info = M_ffi.new("eng_tensor_info")
 
--- Stores a value in the module. `_order` has the keys of all fields in the order of their first
--- assignment; a removed field keeps its place. Lua calls this function only for a key that has no
--- value; walk checks values that replace others.
+-- Stores a value in the module. Lua calls this function only for a key that has no value; walk
+-- checks values that replace others. `_order` has the keys that this function stored, in the order
+-- of their first assignment; a removed key keeps its place. A tensor registers its key by a role.
 local function assign(self, key, value)
   if is_module(value) then refuse_itself(path_to(value, self), self, key) end
   refuse_hidden(self, key, value)
@@ -197,10 +197,10 @@ local function assign(self, key, value)
 end
 
 --- A new class of modules: nn.class("Name") returns the class. Define its methods init and forward,
---- and call the class to make a module. A module or tensor that is assigned to a field is
---- registered under the field's name. A tensor that lives until the step ends, that replaces a
---- plain value, or that is assigned while a module's forward runs, is registered only if it
---- requires a gradient.
+--- and call the class to make a module. Assigning a module or a tensor registers the field. Three
+--- kinds of tensors register a field only if they are leaves that require a gradient: tensors that
+--- live until the step ends, tensors that replace a plain value, and tensors that are assigned
+--- while a module's forward runs.
 function M.class(name)
   expect(type(name) == "string", name, "nn.class: expected the name of the class")
   local class = { _class = name }
