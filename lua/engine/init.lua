@@ -89,7 +89,8 @@ function engine.end_step() check(C.eng_step_end()) end
 -- loop, the step stays open until the next loop or engine.end_step ends it.
 local loop_is_open = false
 
---- for step in engine.steps(100) do ... end: each iteration is one step, counted from 1.
+--- for step in engine.steps(100) do ... end: each iteration is one step, counted from 1. A signal
+--- such as Ctrl-C ends the loop.
 function engine.steps(n)
   expect(type(n) == "number", n, "steps: expected a number of steps")
   local turn = 0

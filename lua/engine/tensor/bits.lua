@@ -113,9 +113,8 @@ end
 
 local function error_text(r, x)
   if x ~= x then return "" end
-  if r.error ~= r.error then return x - x ~= 0 and "" or "too large" end
+  if r.error - r.error ~= 0 then return x - x ~= 0 and "" or "too large" end     -- nan or inf
   if r.error == 0 then return "exact" end
-  if r.error == math.huge or r.error == -math.huge then return x - x ~= 0 and "" or "too large" end
   if r.value == 0 then return "lost" end
   if x == 0 then return ("%+.3g"):format(r.error) end
   local note = r.name == "ue8m0" and ", rounded down"

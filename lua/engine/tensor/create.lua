@@ -1,6 +1,5 @@
--- Making tensors: zeros, ones, full, rand, randn, randint, arange, tensor, from_memory. A tensor
--- made inside a step belongs to that step; any other lives until it is freed. Called through
--- tensor.lua, and by fp8.lua and mx.lua.
+-- Making tensors: zeros, ones, full, rand, randn, randint, arange, tensor, from_memory. Called
+-- through tensor.lua, and by fp8.lua and mx.lua.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 
@@ -87,8 +86,8 @@ end
 --- engine.zeros(2, 3 [, options]) or engine.zeros({ 2, 3 } [, options]): a tensor of zeros. All
 --- functions that make tensors take these options: a dtype name, or { dtype = "f32", keep,
 --- requires_grad }. keep = true: the tensor lives until it is freed. keep = false: like the result
---- of an operation, it lives until the step ends. By default it belongs to the open step, if there
---- is one, and otherwise lives until it is freed.
+--- of an operation, it lives until the step or the scope ends. By default it belongs to the open
+--- step or scope, if there is one, and otherwise lives until it is freed.
 function M.zeros(...) return (make("zeros", read_shape("zeros", ...))) end
 
 --- engine.ones(2, 3 [, options]): a tensor of ones.

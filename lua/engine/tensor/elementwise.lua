@@ -187,15 +187,15 @@ function methods.clamp(x, low, high)
   return run1("clamp", x)
 end
 
+-- Returns a, or a tensor that holds the number a, to combine it with b.
+local function beside(a, b)
+  if type(a) ~= "number" then return a end
+  return scalar(a, is_tensor(b) and dtype_beside(info(b).dtype, a) or M_ffi.dtype.f32)
+end
+
 --- condition:where(a, b): a where the condition holds, else b; a and b may be numbers.
 function methods.where(condition, a, b)
-  if type(a) == "number" then
-    a = scalar(a, is_tensor(b) and dtype_beside(info(b).dtype, a) or M_ffi.dtype.f32)
-  end
-  if type(b) == "number" then
-    b = scalar(b, is_tensor(a) and dtype_beside(info(a).dtype, b) or M_ffi.dtype.f32)
-  end
-  return run_many("where", 1, 3, condition, a, b)
+  return run_many("where", 1, 3, condition, beside(a, b), beside(b, a))
 end
 
 --- Sets elements to zero with probability p and scales the others by 1 / (1 - p).
