@@ -28,7 +28,7 @@ local TRANSPOSED, GATE = 8, 64                 -- flags (core/ops.def)
 local TIES = { even = 0, away = 1, zero = 2, up = 3 }
 local SR_RULES = { te = 0, amd = 1, mslk = 2 }
 local HADAMARDS = { [0] = 0, [16] = 16, [32] = 32, [64] = 64, [128] = 128 }
-M.formats, M.rules = FORMATS, RULES
+M.formats, M.rules, M.nvfp4 = FORMATS, RULES, NVFP4
 
 --- Returns the default format and the default block of a rule.
 function M.usual(rule)
