@@ -6,8 +6,8 @@
 // alone. In the forward pass, each block computes, in f32 and for each channel, the mean, the
 // mean's rounding error and the sum of squared deviations. In the backward pass, it computes the
 // sums of dy and of dy * (x - mean). The results of the blocks, and then of the channels of a
-// group, are combined in double, in a fixed order. In the forward pass, the mean and variance of a
-// group that holds Inf or NaN, or whose f32 sums overflow, are computed entirely in double.
+// group, are combined in double, in a fixed order. A call with a variance above MOST_VARIANCE,
+// and a forward pass over Inf or NaN, runs in the reference kernel.
 #include "rows.h"
 #include "simd.h"
 #include "tasks.h"
@@ -16,6 +16,10 @@
 // few enough to sum in f32. The last block may have fewer.
 enum { BLOCK_ELEMENTS = 16384, ROWS_LEAST = 16, ROWS_MOST = 128,
        PARTS = 3 };                            // numbers that a block yields for each channel
+
+// With a larger variance, x - mean and its products with dy may overflow f32, and 1 / variance may
+// underflow.
+static const double MOST_VARIANCE = 0x1p100;
 
 typedef struct channel_norm {
   const tensor *x, *dy, *out;
@@ -149,23 +153,6 @@ static void run_blocks(const channel_norm *s, task_body *body)
 
 // ------------------------------------------------------------------ forward
 
-/// Computes the mean and the sum of squared deviations of a group (channels [from, to)), element by
-/// element in double. Used for groups whose f32 sums overflow or that hold Inf or NaN.
-static void wide_group(const channel_norm *s, int64_t sample, int64_t from, int64_t to,
-                       double *mean, double *squares)
-{
-  double sum = 0.0, count = (double)(s->rows * (to - from));
-  for (int64_t r = 0; r < s->rows; r++)
-    for (int64_t c = from; c < to; c++)
-      sum += (double)get(s->x->data, s->x->dtype, first_of(s, sample, r) + c);
-  *mean = sum / count, *squares = 0.0;
-  for (int64_t r = 0; r < s->rows; r++)
-    for (int64_t c = from; c < to; c++) {
-      double d = (double)get(s->x->data, s->x->dtype, first_of(s, sample, r) + c) - *mean;
-      *squares += d * d;
-    }
-}
-
 /// Computes the mean and variance of a group (channels [from, to)) from the results of its blocks.
 static void combine(const channel_norm *s, int64_t sample, int64_t from, int64_t to, double *mean,
                     double *variance)
@@ -185,7 +172,6 @@ static void combine(const channel_norm *s, int64_t sample, int64_t from, int64_t
     }
     if (pass == 0) *mean = sum / count;
   }
-  if (!f64_is_finite(squares)) wide_group(s, sample, from, to, mean, &squares);
   *variance = squares / count;
 }
 
@@ -218,6 +204,7 @@ static eng_status norm(const op_call *call, bool batch)
     double mean, variance;
     if (given) mean = number_at(given, k, 0), variance = number_at(call->in[4], k, 0);
     else combine(&s, sample, from, from + width, &mean, &variance);
+    if (!(variance <= MOST_VARIANCE)) return forward_to_reference(call);   // NaN, too
     if (!given) put_statistic(call->out[1], k, mean), put_statistic(call->out[2], k, variance);
     double rstd = 1.0 / sqrt(variance + eps);
     for (int64_t c = from; c < from + width; c++) {
@@ -258,6 +245,9 @@ static eng_status norm_grad(const op_call *call, bool batch)
   SCRATCH(double, total, 2 * C);
   s.dy = call->in[4], s.out = out[0], s.partial = partial, s.factor = factor;
   memset(total, 0, (size_t)(2 * C) * sizeof *total);
+  for (int64_t k = 0; k < variances->count; k++)
+    if (get(variances->data, variances->dtype, k) > MOST_VARIANCE)
+      return forward_to_reference(call);
   for (int64_t k = 0; k < s.samples * C; k++)
     s.factor[k / C * 4 * C + k % C] = get(means->data, means->dtype, k / width);
   run_blocks(&s, measure_grad);
