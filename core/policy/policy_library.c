@@ -386,17 +386,30 @@ static int box_format(lua_State *L)                    // upvalues: see box_func
 
 // ------------------------------------------------------------------ the environment
 
-// Opens a library, and pushes a new table with only its fields in `names`, which ends with NULL.
+/// A function that this file adds to a library. If `wraps`, it replaces LuaJIT's function `name`;
+/// its upvalues are LuaJIT's function and the name in quotes.
+typedef struct box_function { const char *name; lua_CFunction function; bool wraps; } box_function;
+
+// Opens LuaJIT's library `name`, and pushes a new table with its fields in `kept` and with
+// `functions`. Both lists end with NULL.
 static void open_library(lua_State *L, lua_CFunction open, const char *name,
-                         const char *const *names)
+                         const char *const *kept, const box_function *functions)
 {
   lua_pushcfunction(L, open);
   lua_pushstring(L, name);
   lua_call(L, 1, 1);
   lua_newtable(L);
-  for (; *names; ++names) {
-    lua_getfield(L, -2, *names);
-    lua_setfield(L, -2, *names);
+  for (; *kept; ++kept) {
+    lua_getfield(L, -2, *kept);
+    lua_setfield(L, -2, *kept);
+  }
+  for (const box_function *f = functions; f->name; ++f) {
+    if (f->wraps) {
+      lua_getfield(L, -2, f->name);
+      lua_pushfstring(L, "'%s'", f->name);
+    }
+    lua_pushcclosure(L, f->function, f->wraps ? 2 : 0);
+    lua_setfield(L, -2, f->name);
   }
   lua_remove(L, -2);
 }
@@ -410,36 +423,14 @@ static void set_library(lua_State *L, const char *name)
   lua_setfield(L, -2, name);
 }
 
-/// A function that this file adds to a library. If `wraps`, it replaces LuaJIT's function `name`;
-/// its upvalues are LuaJIT's function and the name in quotes.
-typedef struct box_function { const char *name; lua_CFunction function; bool wraps; } box_function;
-
-// Adds functions to the library on top of the stack.
-static void add(lua_State *L, const box_function *functions, int n)
-{
-  for (const box_function *f = functions; f < functions + n; ++f) {
-    if (f->wraps) {
-      lua_getfield(L, -1, f->name);
-      lua_pushfstring(L, "'%s'", f->name);
-    }
-    lua_pushcclosure(L, f->function, f->wraps ? 2 : 0);
-    lua_setfield(L, -2, f->name);
-  }
-}
-#define ADD(L, functions) add(L, functions, (int)(sizeof functions / sizeof *functions))
-
 void policy_library_open(eng_policy *p)
 {
-  static const char *const base_names[] = {"assert",   "error", "ipairs", "select",
-                                           "tonumber", "type",  "unpack", NULL};
+  static const char *const base_names[] = {"assert", "error", "type", NULL};
   static const char *const math_names[] = {
     "abs",   "acos", "asin",  "atan", "atan2", "ceil", "cos",   "cosh", "deg", "exp",
     "floor", "fmod", "frexp", "huge", "ldexp", "log",  "log10", "max",  "min", "modf",
     "pi",    "pow",  "rad",   "sin",  "sinh",  "sqrt", "tan",   "tanh", NULL};
-  static const char *const table_names[] = {"concat", "insert", "move",
-                                            "remove", "sort",   NULL};
-  static const char *const string_names[] = {"byte", "char",    "format", "len",   "lower",
-                                             "rep",  "reverse", "sub",    "upper", NULL};
+  static const char *const table_names[] = {"remove", NULL}, *const string_names[] = {"len", NULL};
   static const char *const bit_names[] = {"arshift", "band",   "bnot", "bor", "bswap",
                                           "bxor",    "lshift", "rol",  "ror", "rshift",
                                           "tobit",   "tohex",  NULL};
@@ -448,29 +439,26 @@ void policy_library_open(eng_policy *p)
     {"unpack", box_charged, true},     {"tonumber", box_reading, true},
     {"pairs", box_pairs, false},       {"next", box_next, false},
     {"tostring", box_tostring, false}, {"pcall", box_pcall, false},
-    {"print", box_print, false}};
-  static const box_function math[] = {{"random", box_random, false}, {"f32", box_f32, false}};
-  static const box_function table[] = {{"sort", box_sort, true},
-                                       {"insert", box_writing, true},
-                                       {"move", box_writing, true},
-                                       {"concat", box_concat, true}};
+    {"print", box_print, false},       {NULL, NULL, false}};
+  static const box_function math[] = {
+    {"random", box_random, false}, {"f32", box_f32, false}, {NULL, NULL, false}};
+  static const box_function table[] = {
+    {"sort", box_sort, true},    {"insert", box_writing, true}, {"move", box_writing, true},
+    {"concat", box_concat, true}, {NULL, NULL, false}};
   static const box_function string[] = {
     {"format", box_format, true}, {"byte", box_charged, true},  {"char", box_charged, true},
     {"rep", box_charged, true},   {"sub", box_charged, true},   {"lower", box_charged, true},
-    {"upper", box_charged, true}, {"reverse", box_charged, true}};
+    {"upper", box_charged, true}, {"reverse", box_charged, true}, {NULL, NULL, false}};
+  static const box_function none[] = {{NULL, NULL, false}};
   lua_State *L = p->L;
-  open_library(L, luaopen_base, "", base_names);
-  ADD(L, base);
-  open_library(L, luaopen_math, LUA_MATHLIBNAME, math_names);
-  ADD(L, math);
+  open_library(L, luaopen_base, "", base_names, base);
+  open_library(L, luaopen_math, LUA_MATHLIBNAME, math_names, math);
   set_library(L, "math");
-  open_library(L, luaopen_table, LUA_TABLIBNAME, table_names);
-  ADD(L, table);
+  open_library(L, luaopen_table, LUA_TABLIBNAME, table_names, table);
   set_library(L, "table");
-  open_library(L, luaopen_bit, LUA_BITLIBNAME, bit_names);
+  open_library(L, luaopen_bit, LUA_BITLIBNAME, bit_names, none);
   set_library(L, "bit");
-  open_library(L, luaopen_string, LUA_STRLIBNAME, string_names);
-  ADD(L, string);
+  open_library(L, luaopen_string, LUA_STRLIBNAME, string_names, string);
   policy_patterns_open(L);
   lua_pushliteral(L, "");                              // ("text"):method() calls the same functions
   lua_getmetatable(L, -1);
