@@ -245,12 +245,12 @@ static bool is_common(const side *s)   // whether row_of_blocks can quantize the
          !(s->call->quantize.flags & QUANTIZE_STOCHASTIC);
 }
 
-VF_INLINE void put_codes(uint8_t *to, vf x, vf factor, const int fraction, const bool by,
+VF_INLINE void put_codes(uint8_t *to, vf x, vf factor, int n, const int fraction, const bool by,
                          const bool within)
 {
   vf y = by ? vf_div(x, factor) : vf_mul(x, factor);
   vi code = within ? vf_to_fp8_within(y, fraction) : vf_to_fp8(y, fraction, true);
-  vf_put_bytes_n_(to, code, VF_LANES);
+  vf_put_bytes_n_(to, code, n);
 }
 
 #if defined(ENG_ISA_avx512)
@@ -296,13 +296,10 @@ VF_INLINE void codes_typed(uint8_t *to, const void *x, int64_t at, const float *
                  _mm512_permutex2var_ps(a, odds, b), fraction, by);
   }
 #endif
-  for (; i + VF_LANES <= n; i += VF_LANES)
-    put_codes(to + i, vf_read(x, dtype, at + i, VF_LANES), vf_load(factors + i), fraction, by,
-              within);
-  for (; i < n; i++) {
-    float one = get(x, dtype, at + i);
-    to[i] = fp8_from_f32(by ? one / factors[i] : one * factors[i], fraction, FP8_SATURATE, 0);
-  }
+  FOR_VECTORS(k, n - i, {
+    put_codes(to + i + k, vf_read(x, dtype, at + i + k, lanes),
+              load_padded(factors + i + k, lanes, 1), lanes, fraction, by, within);
+  });
 }
 
 // Writes n <= TILE codes of row r, beginning with column c.
@@ -417,7 +414,7 @@ VF_INLINE void block_typed(uint8_t *to, const void *x, int64_t at, float factor,
 #endif
 #pragma GCC unroll 8
   for (int v = 0; v < FP8_BLOCK; v += VF_LANES)
-    put_codes(to + v, vf_read(x, dtype, at + v, VF_LANES), f, fraction, by, within);
+    put_codes(to + v, vf_read(x, dtype, at + v, VF_LANES), f, VF_LANES, fraction, by, within);
 }
 
 // Quantizes `blocks` whole blocks of row r from column c0 on. Returns their largest magnitude as

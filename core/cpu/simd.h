@@ -217,19 +217,14 @@ VF_INLINE vf16 vf16_of_words_(vi a)
 VF_INLINE vf16 vf16_load_n_(const uint16_t *p, int n)
 {
   if (n == VF_LANES) return _mm_loadu_si128((const __m128i *)p);
-  uint16_t lane[8] = {0};
-  for (int i = 0; i < VF_LANES && i < n; i++) lane[i] = p[i];
-  return _mm_loadu_si128((const __m128i *)lane);
+  vf16 h = {0};
+  memcpy(&h, p, (size_t)n * sizeof *p);
+  return h;
 }
 VF_INLINE void vf16_store_n_(uint16_t *p, vf16 h, int n)
 {
-  uint16_t lane[8];
-  if (n == VF_LANES) {
-    _mm_storeu_si128((__m128i *)p, h);
-    return;
-  }
-  _mm_storeu_si128((__m128i *)lane, h);
-  for (int i = 0; i < n; i++) p[i] = lane[i];
+  if (n == VF_LANES) _mm_storeu_si128((__m128i *)p, h);
+  else memcpy(p, &h, (size_t)n * sizeof *p);
 }
 VF_INLINE vf vf_widen_f16_(vf16 h)       { return _mm256_cvtph_ps(h); }
 VF_INLINE vf16 vf_narrow_f16_(vf a) { return _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT); }
@@ -248,13 +243,13 @@ VF_INLINE vf vf_load_n(const float *p, int n)
 {
   if (n == VF_LANES) return vf_load(p);
   vf a = {0};
-  for (int i = 0; i < n; i++) a[i] = p[i];
+  memcpy(&a, p, (size_t)n * sizeof *p);
   return a;
 }
 VF_INLINE void vf_store_n(float *p, vf a, int n)
 {
   if (n == VF_LANES) vf_store(p, a);
-  else for (int i = 0; i < n; i++) p[i] = a[i];
+  else memcpy(p, &a, (size_t)n * sizeof *p);
 }
 
 VF_INLINE vf vf_select(vm m, vf a, vf b)   { return (vf)((m & (vi)a) | (~m & (vi)b)); }
@@ -284,9 +279,9 @@ VF_INLINE vf16 vf16_of_words_(vi a)        { return a; }
 VF_INLINE vf16 vf16_load_n_(const uint16_t *p, int n)
 {
   if (n == VF_LANES) return (vi){p[0], p[1], p[2], p[3]};
-  uint16_t lane[4] = {0};
-  for (int l = 0; l < n; l++) lane[l] = p[l];
-  return (vi){lane[0], lane[1], lane[2], lane[3]};
+  vi h = {0};
+  for (int l = 0; l < n; l++) h[l] = p[l];
+  return h;
 }
 VF_INLINE void vf16_store_n_(uint16_t *p, vf16 h, int n)
 { for (int l = 0; l < n; l++) p[l] = (uint16_t)h[l]; }

@@ -125,20 +125,15 @@ VF_INLINE void vf_put_bytes_n_(uint8_t *p, vi code, int n)
   __m256i packed = _mm256_packus_epi32((__m256i)code, (__m256i)code);
   __m128i halves = _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08)),
           bytes = _mm_packus_epi16(halves, halves);
-  uint8_t b[16];
-  if (n == VF_LANES) {
-    _mm_storel_epi64((__m128i *)p, bytes);
-    return;
-  }
-  _mm_storeu_si128((__m128i *)b, bytes);
-  for (int i = 0; i < n; i++) p[i] = b[i];
+  if (n == VF_LANES) _mm_storel_epi64((__m128i *)p, bytes);
+  else memcpy(p, &bytes, (size_t)n);
 }
 VF_INLINE __m128i vf_bytes_n_(const uint8_t *p, int n)
 {
-  uint8_t b[8] = {0};
   if (n == VF_LANES) return _mm_loadl_epi64((const __m128i *)p);
-  for (int i = 0; i < n; i++) b[i] = p[i];
-  return _mm_loadl_epi64((const __m128i *)b);
+  __m128i bytes = {0};
+  memcpy(&bytes, p, (size_t)n);
+  return bytes;
 }
 VF_INLINE vf vf_of_e4m3_(__m128i bytes)
 {
