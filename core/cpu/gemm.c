@@ -4,11 +4,8 @@
 // gemm.h lists the paths and their guarantees. Called through the backend table; owns nothing.
 //
 // oneDNN is used only for bf16 on processors with AMX; elsewhere it was no faster. On Intel's
-// AVX-512 processors, the packed path was within a few percent of oneDNN's sgemm in f32. For bf16
-// it was 1.8 times as fast as oneDNN's matmul: oneDNN uses VDPBF16PS, which these processors run at
-// half the rate of FMA. AMD's processors run VDPBF16PS at the full rate; on them, the path
-// `pairs` (gemm.h) was as fast as oneDNN's bf16 matmul. Also, the packed path's results do not
-// depend on the thread count.
+// AVX-512 processors, the packed path was within a few percent of oneDNN in f32, and 1.8 times as
+// fast in bf16. On AMD's, the path `pairs` was as fast as oneDNN in bf16.
 #include "gemm.h"
 
 #include "base/error.h"

@@ -1,10 +1,8 @@
 // Matrix products through oneDNN 2.6 to 3.x: bf16 on processors with AMX (gemm.c gives the reason).
 // oneDNN's scratchpad comes from the scratch arena. Called by gemm.c and cpu.c.
 //
-// Numerics of AMX: TDPBF16PS multiplies bf16 exactly, sums in f32 with round to nearest even, takes
-// subnormal inputs as zero and flushes subnormal sums to zero. NaN and infinity propagate. oneDNN
-// chooses the order of the sums, which is fixed for one version of oneDNN, one shape and one thread
-// count.
+// Numerics (see gemm.h, too): AMX multiplies bf16 exactly and sums in f32 with round to nearest
+// even. The order of the sums is fixed for one version of oneDNN, one shape and one thread count.
 #include "gemm.h"
 
 #include "onednn.h"
@@ -112,19 +110,18 @@ static dnnl_status_t describe(dnnl_memory_desc_t *l, const key *k, const int64_t
   return layout_create(l, n + 2, size, (dnnl_data_type_t)format_of((int)dtype), stride);
 }
 
-static eng_status describe_all(dnnl_memory_desc_t *l, const key *k)
+static dnnl_status_t describe_all(dnnl_memory_desc_t *l, const key *k)
 {
   const int64_t none[GEMM_BATCH_DIMS] = {0};
-  DNNL_TRY("describing matrix A",
-           describe(&l[A], k, k->a_batch, true, k->m, k->k, k->a_row, k->a_column, k->a_dtype));
-  DNNL_TRY("describing matrix B",
-           describe(&l[B], k, k->b_batch, true, k->k, k->n, k->b_row, k->b_column, k->b_dtype));
-  DNNL_TRY("describing matrix C",
-           describe(&l[C], k, k->c_batch, false, k->m, k->n, k->c_row, 1, k->c_dtype));
-  if (k->bias_dtype >= 0)
-    DNNL_TRY("describing the bias",
-             describe(&l[BIAS], k, none, true, 1, k->n, k->n, 1, k->bias_dtype));
-  return ENG_OK;
+  dnnl_status_t status =
+    describe(&l[A], k, k->a_batch, true, k->m, k->k, k->a_row, k->a_column, k->a_dtype);
+  if (status == dnnl_success)
+    status = describe(&l[B], k, k->b_batch, true, k->k, k->n, k->b_row, k->b_column, k->b_dtype);
+  if (status == dnnl_success)
+    status = describe(&l[C], k, k->c_batch, false, k->m, k->n, k->c_row, 1, k->c_dtype);
+  if (status == dnnl_success && k->bias_dtype >= 0)
+    status = describe(&l[BIAS], k, none, true, 1, k->n, k->n, 1, k->bias_dtype);
+  return status;
 }
 
 // Creates the primitive descriptor of the product. If k->add, the product is added to C. The caller
@@ -136,7 +133,7 @@ static dnnl_status_t describe_product(dnnl_primitive_desc_t *out, const dnnl_mem
   dnnl_post_ops_t after = NULL;
   dnnl_status_t status = onednn_attributes(&attributes);
   if (status != dnnl_success) return status;
-  if (status == dnnl_success && k->add) {
+  if (k->add) {
     status = dnnl_post_ops_create(&after);
     if (status == dnnl_success) status = append_sum(after);
     if (status == dnnl_success) status = dnnl_primitive_attr_set_post_ops(attributes, after);
@@ -167,17 +164,15 @@ static eng_status build(onednn_entry *e, const key *k)
   ENG_TRY(onednn_open());
   dnnl_memory_desc_t l[SCRATCHPAD];
   memset(l, 0, sizeof l);
-  eng_status described = describe_all(l, k);
-  if (described == ENG_OK) {
-    onednn_take(e, k, sizeof *k);
-    dnnl_primitive_desc_t product = NULL;
-    dnnl_status_t status = describe_product(&product, l, k);
-    if (status == dnnl_success) status = fill(e, l, k, product);
-    if (product) dnnl_primitive_desc_destroy(product);
-    e->refused = status != dnnl_success;
-  }
+  onednn_take(e, k, sizeof *k);
+  dnnl_primitive_desc_t product = NULL;
+  dnnl_status_t status = describe_all(l, k);
+  if (status == dnnl_success) status = describe_product(&product, l, k);
+  if (status == dnnl_success) status = fill(e, l, k, product);
+  if (product) dnnl_primitive_desc_destroy(product);
+  e->refused = status != dnnl_success;
   for (int i = 0; i < SCRATCHPAD; i++) layout_destroy(&l[i]);
-  return described;
+  return ENG_OK;
 }
 
 static eng_status execute(const onednn_entry *e, const gemm_call *g, void *scratch)

@@ -10,11 +10,9 @@
 // f32 from one piece of k to the next. After the last piece, bias, GELU or the old C is applied,
 // and the results are rounded and stored.
 //
-// Panels and rows of A hold pairs of bf16 instead of f32 (gemm_pairs.h) if the processor multiplies
-// such pairs at full speed, both operands are bf16, and k is at least GEMM_PAIRS_K. A product with
-// at most GEMM_MR rows, as when generating one token, reads a transposed B in place. Every sum
-// stays within one thread, so results do not depend on the number of threads. Without pairs and
-// GELU, avx2 and avx512 agree bit for bit; the plain build rounds products and sums separately.
+// For the path `pairs` (gemm.h), panels and rows of A hold pairs of bf16 instead of f32. A product
+// with at most GEMM_MR rows, as when generating one token, reads a transposed B in place. Every sum
+// stays within one thread. Without pairs and GELU, avx2 and avx512 agree bit for bit.
 #include "gemm.h"
 
 #include <omp.h>
