@@ -237,16 +237,6 @@ static void add_turned(float *to, const sizes *s, const float *p, const float *p
 
 // ------------------------------------------------------------------ operands in bf16
 
-// Rounds the first `last` probabilities of a row to bf16 and packs two keys into each word.
-static void round_row(float *row, int64_t last)
-{
-#if defined(ENG_ISA_avx512)
-  words_along(row, row, last);
-#else
-  (void)row, (void)last;   // only avx512 multiplies pairs
-#endif
-}
-
 // Rounds p and ds [rows x last] of the backward pass to bf16. `last` is the number of keys that the
 // last query attends to. A word of p packs two queries and is stored in the row of the first query.
 // A word of ds packs two keys. ds_turned receives ds packed like p.
@@ -358,7 +348,9 @@ static void forward_tile(const op_call *call, const sizes *s, const forward_room
       sums[i] = softmax_row(row, n, s->late, &row_lse, &row_extra, ENG_ROW_LOGIT_MAX);
     else if (n) sums[i] = softmax_row(row, n, s->late, &row_lse, NULL, 0);
     for (int64_t j = whole_vectors(n); j < last; j += VF_LANES) vf_store(row + j, vf_zero());
-    if (s->pairs) round_row(row, last);
+#if defined(ENG_ISA_avx512)   // no other build multiplies pairs
+    if (s->pairs) words_along(row, row, last);   // rounds to bf16; a word packs two keys
+#endif
     if (lse) lse[line + i] = row_lse;
     if (extra) extra[line + i] = row_extra;
   }

@@ -176,14 +176,10 @@ static void combine(const channel_norm *s, int64_t sample, int64_t from, int64_t
 }
 
 static void put_statistic(const tensor *x, int64_t i, double value)
-{
-  if (!x) return;
-  if (x->dtype == ENG_f64) ((double *)x->data)[i] = value;
-  else put(x->data, x->dtype, i, value);
-}
+{ if (x) tensor_store(x->data, x->dtype, i, value); }
 
 static double number_at(const tensor *x, int64_t i, double absent)
-{ return x ? (double)get(x->data, x->dtype, i) : absent; }
+{ return x ? tensor_load(x->data, x->dtype, i) : absent; }
 
 static eng_status norm(const op_call *call, bool batch)
 {

@@ -28,8 +28,8 @@ static void max_tile(float *restrict best, int32_t *restrict at, const float *re
   }
 }
 
-static void add_tile(float *restrict sum, const float *restrict x, float factor, int n)
-{ for (int i = 0; i < n; i++) sum[i] += x[i] * factor; }
+static void add_tile(float *restrict sum, const float *restrict x, int n)
+{ for (int i = 0; i < n; i++) sum[i] += x[i]; }
 
 static void add_where(float *restrict sum, const float *restrict x, const int32_t *restrict at,
                       int32_t cell, int n)
@@ -56,7 +56,7 @@ static void pool_window(const pooling *p, int64_t n, int64_t i, int64_t j, int64
                                  place(p->large, n, h, w) + c, length);
       int32_t cell = (int32_t)((h - top) * p->side[1].kernel + w - left);
       if (p->max) max_tile(out, p->cell + to, x, cell, length);
-      else add_tile(out, x, 1.0f, length);
+      else add_tile(out, x, length);
     }
   for (int k = 0; k < length && !p->max; k++) out[k] /= divisor;
   floats_to(p->small->data, p->small->dtype, to, out, length);

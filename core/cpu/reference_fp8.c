@@ -141,9 +141,8 @@ typedef struct matrix {
   const uint8_t *data;
   const float   *scale;
   int            fraction;
-  bool           transposed;
   int64_t        i_stride, k_stride;
-  fp8_scales     at;
+  fp8_scales     at;                // gives the index of the scale of element (i, k)
 } matrix;
 
 // Describes q as an operand. The product sums over q's second dimension if `along_k`, else over its
@@ -151,16 +150,16 @@ typedef struct matrix {
 static matrix matrix_of(const tensor *q, const tensor *scale, bool along_k, int64_t block_rows,
                         int64_t block_columns)
 {
-  matrix m = {.data = q->data, .scale = scale->data, .fraction = q->dtype == ENG_e4m3 ? 3 : 2,
-              .transposed = !along_k};
+  matrix m = {.data = q->data, .scale = scale->data, .fraction = q->dtype == ENG_e4m3 ? 3 : 2};
   m.i_stride = along_k ? q->shape[1] : 1;
   m.k_stride = along_k ? 1 : q->shape[1];
   m.at = fp8_scales_for(block_rows, block_columns, q->shape[0], q->shape[1], NULL);
+  if (!along_k) m.at = fp8_scales_turned(m.at);
   return m;
 }
 
 static float scale_at(const matrix *m, int64_t i, int64_t k)
-{ return m->scale[m->transposed ? fp8_scale_at(&m->at, k, i) : fp8_scale_at(&m->at, i, k)]; }
+{ return m->scale[fp8_scale_at(&m->at, i, k)]; }
 
 static float value_at(const matrix *m, int64_t i, int64_t k)
 { return fp8_to_f32(m->data[i * m->i_stride + k * m->k_stride], m->fraction); }
@@ -202,9 +201,7 @@ eng_status reference_fp8_matmul(const op_call *call)
   matrix a = matrix_of(call->in[0], call->in[1], !ta, a_rows, a_columns);
   matrix b = matrix_of(call->in[2], call->in[3], tb, b_rows, b_columns);
   int64_t m = y->shape[0], n = y->shape[1], k = call->in[0]->shape[ta ? 0 : 1];
-  int64_t along_a = ta ? a.at.row_block : a.at.inner_block,
-          along_b = tb ? b.at.inner_block : b.at.row_block;
-  int64_t stretch = along_a < along_b ? along_a : along_b;
+  int64_t stretch = a.at.inner_block < b.at.inner_block ? a.at.inner_block : b.at.inner_block;
   fp8_order order = fp8_scale_order(ta ? a_columns : a_rows, ta ? a_rows : a_columns,
                                     tb ? b_rows : b_columns, tb ? b_columns : b_rows);
   int model = (int)call->fp8_matmul.accumulator;
