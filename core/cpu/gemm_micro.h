@@ -1,8 +1,8 @@
 // The inner parts of a matrix product that gemm_packed.c and attention.c share: the micro-kernel,
 // and the layout step that converts matrices of any format and stride to the f32 layout that the
 // micro-kernel reads. This file also has the kernel for few rows, which reads a transposed B in
-// place, without packing. fp8_matmul.c uses only float_product. Included by gemm_pairs.h; owns
-// nothing.
+// place, without packing. fp8_matmul.c uses float_product and its type. Included by gemm_pairs.h;
+// owns nothing.
 //
 // A panel is GEMM_NR columns of a matrix B [k x n], stored [k][GEMM_NR]. Unused columns up to the
 // next whole vector hold zeros; columns after this vector are never read.

@@ -76,7 +76,6 @@ VF_INLINE vh vh_most(vh a, vh b) { vh m = (vh)((vhm)a > (vhm)b); return (m & a) 
 #else
 VF_INLINE vh vh_most(vh a, vh b)        { return vh_larger(a, b); }
 #endif
-VF_INLINE vhm vhm_not(vhm m)            { return ~m; }
 VF_INLINE vm vi_below(vi a, int32_t x)  { return vi_gt(vi_set1(x), a); }
 VF_INLINE vm vi_equal(vi a, int32_t x)  { return vi_eq(a, vi_set1(x)); }
 VF_INLINE vi vi_keep(vm m, vi a)        { return vi_select(m, a, vi_set1(0)); }
@@ -190,7 +189,7 @@ VF_INLINE tally chunk_half(const uint16_t *g, int n, bool bf16, bool careful)
         top[v] = vh_most(top[v], a);
         vf x, y;
         if (bf16) {   // x holds the even elements, y the odd elements
-          vh seen = vh_keep(vhm_not(vh_below(a, BF16_FAINT)), a);
+          vh seen = vh_keep(~vh_below(a, BF16_FAINT), a);
           x = (vf)vi_shl((vi)seen, 16);
           y = (vf)((vi)seen & (int32_t)0xFFFF0000);
         } else if (careful) {

@@ -20,18 +20,17 @@ enum { SUM_RUN = 32 };
 typedef struct indices {
   const int64_t *at;
   int64_t n;
-  void   *scratch;
-  int64_t bytes;
+  scratch_piece copy;
 } indices;
 
-static void indices_close(indices *all) { arena_free(ARENA_SCRATCH, all->scratch, all->bytes); }
+static void indices_close(indices *all) { scratch_free(&all->copy); }
 
 static eng_status indices_open(indices *all, const op_call *call, const tensor *index, int64_t size)
 {
   *all = (indices){.at = index->data, .n = index->count};
   if (index->dtype != ENG_i64) {
-    all->bytes = index->count * (int64_t)sizeof(int64_t);
-    int64_t *copy = all->scratch = arena_alloc(ARENA_SCRATCH, all->bytes);
+    all->copy = scratch_alloc(index->count * (int64_t)sizeof(int64_t));
+    int64_t *copy = all->copy.memory;
     if (!copy) return ENG_ERR_MEMORY;
     if (index->dtype == ENG_i32)
       for (int64_t i = 0; i < all->n; i++) copy[i] = ((const int32_t *)index->data)[i];
@@ -221,8 +220,7 @@ typedef struct picks {
   around  index, x;
   indices ids;
   const int64_t *outer, *inner;   // offsets in x of the index's outer and inner positions
-  void   *tables;                 // memory of `outer` and `inner`
-  int64_t bytes;
+  scratch_piece tables;           // memory of `outer` and `inner`
 } picks;
 
 static eng_status picks_open(picks *p, const op_call *call, const tensor *x, int dimension)
@@ -231,8 +229,8 @@ static eng_status picks_open(picks *p, const op_call *call, const tensor *x, int
   *p = (picks){.index = around_of(index, dimension), .x = around_of(x, dimension)};
   ENG_TRY(indices_open(&p->ids, call, index, p->x.size));
   int64_t outer = larger(p->index.outer, 1), inner = larger(p->index.inner, 1);
-  p->bytes = (outer + inner) * (int64_t)sizeof(int64_t);
-  int64_t *tables = p->tables = arena_alloc(ARENA_SCRATCH, p->bytes);
+  p->tables = scratch_alloc((outer + inner) * (int64_t)sizeof(int64_t));
+  int64_t *tables = p->tables.memory;
   if (!tables) return ENG_ERR_MEMORY;
   fill_places(tables, index, x, 0, dimension);
   fill_places(tables + outer, index, x, dimension + 1, x->ndim);
@@ -243,7 +241,7 @@ static eng_status picks_open(picks *p, const op_call *call, const tensor *x, int
 
 static void picks_close(picks *p)
 {
-  arena_free(ARENA_SCRATCH, p->tables, p->bytes);
+  scratch_free(&p->tables);
   indices_close(&p->ids);
 }
 

@@ -65,9 +65,7 @@ VF_INLINE void advance(int loop, int extra, const rule *r, vf *p, vf g, vf *m, v
     vf most = vf_mul(vf_set1(r->spike), *v);
     g = vf_select(vf_gt(vf_mul(g, g), most), vf_copysign(vf_sqrt(most), g), g);
   }
-  if ((loop == LOOP_SGD || loop == LOOP_MOMENTUM || loop == LOOP_MOMENTUM_STARTS ||
-       loop == LOOP_ADAM) &&
-      r->of.coupled_decay != 0)
+  if (r->of.coupled_decay != 0)
     g = vf_add(g, vf_mul(vf_set1(r->of.coupled_decay), *p));
 
   if (loop == LOOP_ADAM) {
@@ -168,32 +166,19 @@ VF_INLINE void run(int loop, int extra, const rule *given, float *restrict p,
   *sums = sum;
 }
 
-// RUN defines the function of one combination of loop and extra, RUNS those of one loop.
-#define RUN(name, loop, extra)                                                                     \
-  static void name(const rule *r, float *p, const float *g, float *m, float *v, int n,             \
-                   squares *sums)                                                                 \
-  {                                                                                                \
-    run(loop, extra, r, p, g, m, v, n, sums);                                                     \
-  }
-#define RUNS(name, loop)                                                                           \
-  RUN(name##_plain, loop, PLAIN)                                                                   \
-  RUN(name##_norms, loop, WITH_NORMS)                                                              \
-  RUN(name##_limited, loop, LIMITED)
-RUNS(sgd, LOOP_SGD)
-RUNS(momentum, LOOP_MOMENTUM)
-RUNS(momentum_starts, LOOP_MOMENTUM_STARTS)
-RUNS(adam, LOOP_ADAM)
-RUNS(lion, LOOP_LION)
-
+// A function for each combination of a loop and an extra, and the table of these functions.
 typedef void run_function(const rule *r, float *p, const float *g, float *m, float *v, int n,
                           squares *sums);
-static run_function *const runs[][3] = {
-  [LOOP_SGD] = {sgd_plain, sgd_norms, sgd_limited},
-  [LOOP_MOMENTUM] = {momentum_plain, momentum_norms, momentum_limited},
-  [LOOP_MOMENTUM_STARTS] = {momentum_starts_plain, momentum_starts_norms, momentum_starts_limited},
-  [LOOP_ADAM] = {adam_plain, adam_norms, adam_limited},
-  [LOOP_LION] = {lion_plain, lion_norms, lion_limited},
-};
+#define LOOPS(f) f(SGD) f(MOMENTUM) f(MOMENTUM_STARTS) f(ADAM) f(LION)
+#define RUN(loop, extra)                                                                          \
+  static void run_##loop##_##extra(const rule *r, float *p, const float *g, float *m, float *v,   \
+                                   int n, squares *sums)                                          \
+  { run(LOOP_##loop, extra, r, p, g, m, v, n, sums); }
+#define RUNS(loop) RUN(loop, PLAIN) RUN(loop, WITH_NORMS) RUN(loop, LIMITED)
+#define ROW(loop) \
+  [LOOP_##loop] = {run_##loop##_PLAIN, run_##loop##_WITH_NORMS, run_##loop##_LIMITED},
+LOOPS(RUNS)
+static run_function *const runs[][3] = {LOOPS(ROW)};
 
 static int loop_of(const param_span *s, const rule *r, int kind)
 {
