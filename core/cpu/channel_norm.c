@@ -6,8 +6,8 @@
 // alone. In the forward pass, each block computes, in f32 and for each channel, the mean, the
 // mean's rounding error and the sum of squared deviations. In the backward pass, it computes the
 // sums of dy and of dy * (x - mean). The results of the blocks, and then of the channels of a
-// group, are combined in double, in a fixed order. A call with a variance above MOST_VARIANCE,
-// and a forward pass over Inf or NaN, runs in the reference kernel.
+// group, are combined in double, in a fixed order. A call with a variance above MOST_VARIANCE runs
+// in the reference kernel; so does a forward pass that finds a variance of NaN.
 #include "rows.h"
 #include "simd.h"
 #include "tasks.h"
@@ -200,7 +200,7 @@ static eng_status norm(const op_call *call, bool batch)
     double mean, variance;
     if (given) mean = number_at(given, k, 0), variance = number_at(call->in[4], k, 0);
     else combine(&s, sample, from, from + width, &mean, &variance);
-    if (!(variance <= MOST_VARIANCE)) return forward_to_reference(call);   // NaN, too
+    if (!(variance <= MOST_VARIANCE)) return forward_to_reference(call);   // also if NaN
     if (!given) put_statistic(call->out[1], k, mean), put_statistic(call->out[2], k, variance);
     double rstd = 1.0 / sqrt(variance + eps);
     for (int64_t c = from; c < from + width; c++) {

@@ -20,7 +20,6 @@
 //   exact   in f64, one panel and row at a time (exact_panel)
 #include <omp.h>
 
-#include "base/error.h"
 #include "base/fp8_hopper.h"
 #include "base/fp8_layout.h"
 #include "gemm_pairs.h"

@@ -18,7 +18,6 @@
 #include <omp.h>
 #include <unistd.h>
 
-#include "base/error.h"
 #include "gemm_pairs.h"
 #include "simd.h"
 

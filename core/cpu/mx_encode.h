@@ -3,7 +3,6 @@
 #pragma once
 
 #include "base/mx.h"
-#include "base/rng.h"
 #include "magnitude.h"
 #include "rows.h"
 #include "simd.h"

@@ -9,7 +9,6 @@
 #include "base/fp8_scale.h"
 #include "base/rng.h"
 
-#include <math.h>
 #include <string.h>
 
 // ------------------------------------------------------------------ quantize

@@ -8,7 +8,6 @@
 #include "device/rotated_copy.h"
 
 #include <math.h>
-#include <string.h>
 
 // Returns the exponent of a block's scale, computed from a finite amax.
 static int exponent_of(float amax, const mx_format *f, int rule)

@@ -5,7 +5,6 @@
 #include "reference.h"
 
 #include <math.h>
-#include <string.h>
 
 // ------------------------------------------------------------------ convolution
 

@@ -3,7 +3,6 @@
 // policy_state.c (policy_refuse), and by Lua to read parts of a verdict.
 #include "policy_vm.h"
 
-#include "base/error.h"
 #include "base/text.h"
 #include "device/gradstats.h"
 
@@ -12,7 +11,6 @@
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
 /// A field of a verdict, and the function that reads its value from the top of the stack.
