@@ -261,7 +261,8 @@ local WHY = {
   bound = "its statistics at its own scale are only estimated",
   departs = "its updates differ from the run's",
   late = "an older engine recorded the earlier steps",
-  unmeasured = "the history lacks amaxes that the policy reads",
+  ["no amaxes"] = "the history lacks amaxes that the policy reads",
+  ["no meters"] = "the history lacks meters of FP8 layers, which the policy may read",
 }
 
 --- Returns the certainty of a policy before its first step, as plain data. exact, bounds: how many
@@ -275,10 +276,10 @@ function M.certainty(late)
     why = late and WHY.late }
 end
 
---- Adds a step to a policy's certainty. known: the first result of M.move, or "unmeasured". own,
---- run: the policy's verdict and the run's. apart: whether they differ in what the two verdicts do
---- not hold: an FP8 policy's rungs, or a rollback in lagged mode. Returns whether the policy's
---- verdict is exact.
+--- Adds a step to a policy's certainty. known: the first result of M.move, or "no amaxes" or "no
+--- meters". own, run: the policy's verdict and the run's. apart: whether they differ in what the
+--- two verdicts do not hold: an FP8 policy's rungs, or a rollback in lagged mode. Returns whether
+--- the policy's verdict is exact.
 ---
 --- `least` counts the skips among the exact verdicts. After an overflow that may be hidden, it also
 --- counts the next known skip, because the policy skips either at the hidden overflow or at that
@@ -293,7 +294,7 @@ function M.judge(certainty, step, known, own, run, apart)
   if not exact and not c.from then c.from, c.why = step, WHY[known] end
   apart = apart or departs(own, run)
   if apart and not c.from then c.from, c.why = step + 1, WHY.departs end
-  c.closed = c.closed or apart or known == "bound" or known == "unmeasured"
+  c.closed = c.closed or apart or known ~= "exact" and known ~= "hidden"
   return exact
 end
 

@@ -4,7 +4,8 @@
 -- Meters are recorded at the steps that the recipe samples (its `sample`). At other steps a live
 -- policy has no meters either, but it sees amaxes, inf and nan, which the history lacks. So if a
 -- policy needs amaxes, its verdicts are bounds, beginning with the first step without meters. For
--- policies that do not need amaxes, the replay assumes that tensors are finite at these steps.
+-- policies that do not need amaxes, the replay assumes that tensors are finite at these steps. If
+-- the run samples no steps, all verdicts are bounds.
 local M_ffi = require "engine.base.ffi"
 local counterfactual = require "engine.run.counterfactual"
 local fp8_verdict = require "engine.policy.fp8_verdict"
@@ -112,7 +113,9 @@ local function replay(h, trace, policy)
   local stats, record = ffi.new("eng_tensor_stats[?]", #names), ffi.new("eng_record")
   local meters, move = meters_at(h), layers_at(h, layer)
   local run, before = fp8_verdict.places({}, names, most), fp8_verdict.places({}, names, most).rungs
-  local reads_amax = bit.band(policy.needs, C.ENG_NEED_AMAX) ~= 0
+  -- how certain the record of a step without meters is
+  local unmeasured = bit.band(policy.needs, C.ENG_NEED_AMAX) ~= 0 and "no amaxes"
+    or facts.sample == 0 and "no meters" or "exact"
   local needs = bit.band(policy.needs, bit.bnot(C.ENG_NEED_TENSORS))
   local result = { name = policy.name, file = policy.file, options = policy.options,
     option_names = policy.option_names, defaults = policy.defaults, fp8 = true, marks = {},
@@ -135,8 +138,7 @@ local function replay(h, trace, policy)
     local departs = fp8_verdict.differs(wanted, run, function(k) return asked[k] end)
     local measured = facts.sample > 0 and step % facts.sample == 0
     result.marks[i] = counterfactual.judge(result.certainty, step,
-      (measured or not reads_amax) and "exact" or "unmeasured", STEP, STEP, departs)
-      and "exact" or "bound"
+      measured and "exact" or unmeasured, STEP, STEP, departs) and "exact" or "bound"
     result.apart = result.apart + (departs and 1 or 0)
     local moved = fp8_verdict.moved(paths, before, wanted.rungs)
     if moved then
