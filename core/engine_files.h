@@ -219,8 +219,8 @@ eng_status eng_history_policy(eng_history *history, const char *hash, const char
 /// tensor_stats use the same index.
 eng_status eng_history_parameter(eng_history *history, int index, const char *name, int ndim,
                                  const int64_t *shape, const char *gradient);
-/// Prepares for a run that continues at `step`: deletes the rows of this and later steps, except
-/// events 'resumed', and appends an event 'resumed', in one transaction. Waits for the commit.
+/// Continues a run at `step`: deletes the rows of this and later steps, except events up to the
+/// checkpoint at `step` and events 'resumed'; appends an event 'resumed'. Waits for the commit.
 eng_status eng_history_resume(eng_history *history, int64_t step);
 /// Waits until everything appended so far is committed. Errors: IO (a commit failed or, not yet
 /// reported, a row was refused or the file was removed or replaced).

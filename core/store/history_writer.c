@@ -248,17 +248,18 @@ static int add_event(eng_history *history, int64_t step, const char *kind, const
 
 static int resume_at(eng_history *history, int64_t step)
 {
-  char text[512];
+  char text[768];
   const long long at = step;
-  // Rows of `steps` are deleted last, so that sqlite3_changes returns their number. Events of the
-  // kind 'resumed' are kept.
+  // Rows of `steps` are deleted last, so that sqlite3_changes returns their number. Kept are events
+  // 'resumed', and the events of `step` up to its checkpoint, from which the run continues.
   snprintf(text, sizeof text,
            "DELETE FROM tensor_stats WHERE step >= %lld; DELETE FROM shadows WHERE step >= %lld;"
            "DELETE FROM fp8 WHERE step >= %lld; DELETE FROM signals WHERE step >= %lld;"
-           "DELETE FROM events WHERE step >= %lld AND kind <> 'resumed';"
-           "DELETE FROM parameters WHERE 0 = %lld;"
+           "DELETE FROM events WHERE kind <> 'resumed' AND (step > %lld OR step = %lld AND"
+           " id > (SELECT ifnull(max(id), 0) FROM events WHERE step = %lld AND"
+           " kind = 'checkpoint')); DELETE FROM parameters WHERE 0 = %lld;"
            "DELETE FROM blocks WHERE block >= %lld / 256; DELETE FROM steps WHERE step >= %lld",
-           at, at, at, at, at, at, at, at);
+           at, at, at, at, at, at, at, at, at, at);
   int code = sqlite3_exec(history->db, text, NULL, NULL, NULL);
   if (code != SQLITE_OK) return code;
   snprintf(text, sizeof text, "resumed at step %lld, %lld recorded steps dropped", at,

@@ -233,6 +233,9 @@ describe("history", function()
     append(h, 20, { action = C.ENG_ACTION_RETRY })
     h:event(3, "swap", "a")
     h:event(15, "overflow", "b")
+    for _, kind in ipairs { "print", "checkpoint", "swap", "checkpoint", "layers" } do
+      h:event(12, kind)
+    end
     h:close()
     h = history.open(dir, { write = true })
     assert.is_true(h:resume(12))
@@ -241,10 +244,13 @@ describe("history", function()
     assert.are.same({ 11, 12 }, { last[1].step, last[2].step })
     assert.are.same({ 9, 1 }, { last[2].loss, last[2].attempt })
     local events = h:events()
-    assert.are.same({ "swap", "resumed" }, { events[1].kind, events[2].kind })
-    assert.are.equal("resumed at step 12, 9 recorded steps dropped", events[2].text)
+    local kinds = {}
+    for i, event in ipairs(events) do kinds[i] = event.kind end
+    assert.are.equal("swap print checkpoint swap checkpoint resumed", table.concat(kinds, " "))
+    assert.are.equal("resumed at step 12, 9 recorded steps dropped", events[6].text)
     h:resume(5)
     assert.are.equal(2, #h:events("resumed"))
+    assert.are.equal(3, #h:events())
   end)
 
   it("explains a step", function()
@@ -283,6 +289,54 @@ describe("history", function()
     assert.matches("the gradient norm   2 to 2, at the end 2", text, 1, true)
     assert.not_matches("not drawn", text, 1, true)
     assert.not_matches("limit", h:why(3), 1, true)
+  end)
+
+  it("leaves out damaged changes of the recipe, and says so", function()
+    h:set_parameters { { name = "wte.weight", shape = { 5, 3 }, gradient = "f16" } }
+    local function change(format)
+      return ('{"to":{"gradients":[%s]}}'):format(format)
+    end
+    local stats = ffi.new("eng_tensor_stats[1]")
+    stats[0].count, stats[0].amax, stats[0].hist[160] = 15, 1, 15
+    append(h, 0)
+    append(h, 9)
+    h:append_tensors(9, stats, 1)
+    assert.is_nil(h:parts().problem)
+    h:event(2, "precision", "a", change '"bf16"')
+    h:event(4, "precision", "b", change '"f32"')
+    h:event(5, "precision", "c", change '"f32","f32"')
+    h:event(7, "precision", "e", "{")
+    h:event(8, "precision", "f", change '"bf16"')
+    h:close()
+    scratch.sqlite(dir .. "/history.db", "UPDATE events SET data = x'ff' WHERE text = 'b'; " ..
+      "INSERT INTO events(step, kind, data) VALUES('x', 'precision', '{}')")
+    h = history.open(dir)
+    local firsts = {}
+    for i, part in ipairs(h:parts()) do firsts[i] = part.first .. " " .. part.format.name end
+    assert.are.equal("0 f16, 2 bf16, 8 bf16", table.concat(firsts, ", "))
+    local line = "4 damaged events 'precision' are left out, so formats may be wrong"
+    assert.are.equal(line, h:parts().problem)
+    assert.matches(line, h:why(9), 1, true)
+    local layers = require("engine.report.layers").read(h, {})
+    assert.are.equal("bf16; " .. line, layers.formats_text:match("bf16; .*$"))
+    assert.matches(line, tostring(h:parameters()), 1, true)
+    assert.matches("wte.weight", tostring(h:parameters(3)), 1, true)
+  end)
+
+  it("says that the gradients of several micro-batches are summed in f32", function()
+    h:set_parameters { { name = "wte.weight", shape = { 5, 3 }, gradient = "f16" } }
+    h:set_meta("summed", "true")
+    local stats = ffi.new("eng_tensor_stats[1]")
+    stats[0].count, stats[0].inf, stats[0].amax = 15, 1, 1024
+    append(h, 1, overflow)
+    append(h, 2)
+    h:append_tensors(1, stats, 1)
+    local text = h:why(1)
+    assert.matches("first in parameter 1.", text, 1, true)
+    assert.matches("stored as 16384 in wte.weight (f16 summed in f32); the norm", text, 1, true)
+    assert.matches("wte.weight: 1 inf, 0 nan of 15 f16 summed in f32", text, 1, true)
+    assert.matches(" (gradients are f16 summed in f32); the norm", h:why(2), 1, true)
+    assert.not_matches("65504", text .. h:why(2), 1, true)
   end)
 
   it("names the format of each gradient, also in histories that do not record it", function()

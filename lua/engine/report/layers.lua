@@ -84,8 +84,6 @@ local function add_formats(h, result, row_of, first, last)
   local parts, known, texts, before = h:parts(), {}, {}, nil
   for k = 1, #result.names do known[k] = {} end
   for i, part in ipairs(parts) do
-    part.format_of = {}
-    for _, p in ipairs(part.parameters) do part.format_of[p.id] = formats.of(p.gradient) end
     if part.first <= last and not (parts[i + 1] and parts[i + 1].first <= first) then
       local text = formats_of(part, row_of, known)
       if text ~= before then
@@ -100,6 +98,7 @@ local function add_formats(h, result, row_of, first, last)
   for k, set in ipairs(known) do result.formats[k] = table.concat(nearest.keys(set), ", ") end
   result.formats_text = table.concat(texts, "", 1, math.min(#texts, MOST_TEXTS))
     .. (#texts > MOST_TEXTS and (" and %d more changes"):format(#texts - MOST_TEXTS) or "")
+    .. (parts.problem and "; " .. parts.problem or "")
   return function(step) return histories.part_at(parts, step).format_of end
 end
 

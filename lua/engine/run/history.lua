@@ -18,6 +18,7 @@ local files = require "engine.base.file"
 local formats = require "engine.base.formats"
 local history_fp8 = require "engine.run.history_fp8"
 local json = require "engine.base.json"
+local merged = arguments.merged
 local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
 
@@ -195,8 +196,8 @@ function Writing:set_parameters(list)
   return true
 end
 
---- Prepares for a run that continues at `step`: drops the rows from `step` on, and adds an event
---- 'resumed'.
+--- Prepares for a run that continues at `step`: drops the rows from `step` on, except the events up
+--- to the checkpoint of `step`, and adds an event 'resumed'.
 function Writing:resume(step) return told(C.eng_history_resume(handle(self), step)) end
 
 --- Waits until all rows are committed.
@@ -584,42 +585,61 @@ function History:signals_at()
   end
 end
 
+-- A change of the precision recipe, NULL where the file is damaged.
+local CHANGES = "SELECT CASE typeof(step) WHEN 'integer' THEN step END AS step, " ..
+  "CASE typeof(data) WHEN 'text' THEN data END AS data FROM events WHERE kind = 'precision' " ..
+  "ORDER BY id"
+
 --- Returns the parts of the run between changes of its precision recipe, in order, as a list of
 ---   first        the part's first step; of the first part, 0
 ---   parameters   as History:parameters returns them
----   format       the narrowest format of the gradients (base/formats.lua)
+---   format_of    the format of each gradient (base/formats.lua), { [id] = format }
+---   format       the narrowest of these formats
+--- If events about such changes are damaged, they are left out, and the list's field `problem` is a
+--- line that says so.
 function History:parts()
-  local default = formats.of(self:meta().gradients) or formats.of "f16"
+  local default, problem = formats.of(self:meta().gradients) or formats.of "f16", nil
   local function whole(row)
     expect(self, expect(self, row, "string", { "name", "shape" }), "number", { "id" })
-    row.gradient = (formats.of(row.gradient) or default).name
     row.shape = row.shape:gsub(",", " x ")
     return row
   end
   -- an older history has no column `gradient`
-  local list = collect(each(self, whole, "SELECT * FROM parameters ORDER BY id"),
-    { "id", "name", "shape", "gradient" })
-  local parts = { { first = 0, parameters = list } }
-  for _, event in ipairs(self:events "precision") do
-    local good, data = pcall(json.decode, event.data)
-    local to = good and type(data) == "table" and data.to
-    local names = type(to) == "table" and to.gradients
-    if type(names) == "table" and #names == #list and tonumber(event.step) then
-      local part = { first = tonumber(event.step), parameters = {} }
-      for i, p in ipairs(list) do
-        part.parameters[i] = { id = p.id, name = p.name, shape = p.shape,
-          gradient = (formats.of(names[i]) or default).name }
-      end
-      parts[#parts + 1] = part
-    end
-  end
-  for _, part in ipairs(parts) do
-    for _, p in ipairs(part.parameters) do
-      local format = formats.of(p.gradient)
+  local rows = collect(each(self, whole, "SELECT * FROM parameters ORDER BY id"))
+  local listed = { __tostring = function(list)
+    return table_text(list, { "id", "name", "shape", "gradient" }) .. (problem and "\n" .. problem
+      or "")
+  end }
+
+  -- Returns the part that begins at step `first`. name_of(i): the format of the i-th gradient.
+  local function part_of(first, name_of)
+    local part = { first = first, parameters = setmetatable({}, listed), format_of = {} }
+    for i, p in ipairs(rows) do
+      local format = formats.of(name_of(i)) or default
+      part.parameters[i] = { id = p.id, name = p.name, shape = p.shape, gradient = format.name }
+      part.format_of[p.id] = format
       if not part.format or format.limit < part.format.limit then part.format = format end
     end
     part.format = part.format or default
+    return part
   end
+
+  local parts, known, damaged = { part_of(0, function(i) return rows[i].gradient end) }, {}, 0
+  for event in each(self, nil, CHANGES) do
+    local text = event.data or ""
+    if known[text] == nil then             -- a run may go back and forth between two recipes
+      local good, names = pcall(function() return json.decode(text).to.gradients end)
+      known[text] = good and #names == #rows and part_of(nil, function(i) return names[i] end)
+    end
+    if known[text] and event.step then
+      parts[#parts + 1] = merged(known[text], { first = tonumber(event.step) })
+    else damaged = damaged + 1 end
+  end
+  if damaged > 0 then
+    problem = ("%s 'precision' %s left out, so formats may be wrong"):format(
+      show.counted(damaged, "damaged event"), damaged == 1 and "is" or "are")
+  end
+  parts.problem = problem
   return parts
 end
 

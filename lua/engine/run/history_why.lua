@@ -51,10 +51,11 @@ local function format_text(list, tensors)
     if not most or amax > most then most, at = amax, i end
   end
   if at then
-    local p = list[at]
-    local format = formats.of(p and p.gradient) or formats.of "f16"
-    return format.top < 64 and (" in %s (the largest %s is %g)"):format(tensors[at].name,
-      format.name, format.largest) or (" in %s (%s)"):format(tensors[at].name, format.name)
+    local gradient = list[at] and list[at].gradient or "f16"
+    local format = formats.of(gradient)
+    return format and format.top < 64 and (" in %s (the largest %s is %g)"):format(
+      tensors[at].name, gradient, format.largest) or (" in %s (%s)"):format(tensors[at].name,
+      gradient)
   end
   local seen, names = {}, {}
   for _, p in ipairs(list) do
@@ -64,13 +65,23 @@ local function format_text(list, tensors)
   if format then
     return format.top < 64 and (" (the largest %s is %g)"):format(format.name, format.largest) or ""
   end
-  return #names > 1 and (" (gradients are %s)"):format(table.concat(names, " or ")) or ""
+  return #names > 0 and (" (gradients are %s)"):format(table.concat(names, " or ")) or ""
 end
 
 local MOST_TENSORS = 10   -- the most tensors that are listed by name
 
+-- Returns the parameters at a step. If gradients of several micro-batches are summed in f32, the
+-- `gradient` of a format of 16 bits says so.
+local function parameters_at(h, step)
+  local list = h:parameters(step)
+  for _, p in ipairs(h:meta().summed == "true" and list or {}) do
+    p.gradient = p.gradient == "f32" and "f32" or p.gradient .. " summed in f32"
+  end
+  return list
+end
+
 local function say_gradients(h, row, say)
-  local list, tensors = h:parameters(row.step), h:tensors(row.step)
+  local list, tensors = parameters_at(h, row.step), h:tensors(row.step)
   if row.overflow then
     say("Of %d gradients, %d were inf and %d nan%s.", row.count, row.inf, row.nan,
       row.first_bad >= 0 and ", first in " .. parameter_name(list, row.first_bad) or "")
@@ -268,6 +279,8 @@ function M.why(self, step)
     say_signals(self, row, say)
     say_context(self, row, say)
   end
+  local problem = self:parts().problem
+  if problem then say("%s.", problem) end
   for event in self:each("SELECT step, kind, text FROM events WHERE step IN (?, ?) ORDER BY id",
     step, step + 1) do
     local apart = between[event.kind]

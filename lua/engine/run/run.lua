@@ -155,10 +155,10 @@ local function find_checkpoint(self, resume)
   return c
 end
 
--- Removes the records from the step `done` on, from which a resumed run continues. Notes how many
--- steps these are. Ends the series of shadows that the run no longer has. Lists the names that
--- policies logged before the cut in self.logged, so that these numbers become nan unless a policy
--- logs them again (with_logs).
+-- Removes the records from the step `done` on, from which a resumed run continues; the events of
+-- this step up to its checkpoint stay. Notes how many steps are removed. Ends the series of shadows
+-- that the run no longer has. Lists the names that policies logged before the cut in self.logged,
+-- so that these numbers become nan unless a policy logs them again (with_logs).
 local function cut_history(self, history, done)
   local read, n, logs, moves, shadows = pcall(function()      -- a damaged history raises an error
     return history:query("SELECT count(*) AS n FROM steps WHERE step >= ?", done)[1].n,
@@ -183,7 +183,8 @@ local function cut_history(self, history, done)
   end
 end
 
---- Opens the history. With `cut`, removes the rows of the trainer's current step and later steps.
+--- Opens the history. With `cut`, removes the rows of the trainer's current step and later steps
+--- (cut_history).
 function Run:open_history(cut)
   if not self.wants_history then return end
   local path = self.path .. "/history.db"
@@ -324,6 +325,7 @@ function Run:describe()
     gradients = trainer.precision.weight_gradients, accumulate = trainer.accumulate,
     mode = trainer.delay == 1 and "lagged" or "sync", optimizer = trainer.optimizer.name,
     schedule = tostring(trainer.schedule or "none"), steps = trainer.steps,
+    summed = trainer.optimizer._accumulates,     -- gradients of micro-batches are summed in f32
     parameters = trainer.model:count(), threads = tonumber(C.eng_threads(0)),
     device = M_ffi.string(C.eng_device_name()), ranks = trainer.reducer.size,
     zero = trainer.reducer.level, comm_dtype = trainer.reducer.comm_dtype,
@@ -521,6 +523,8 @@ function Run:save(alone)
     return nil, "no checkpoint was written: " .. note
   end
   self:event(trainer.steps_done, "checkpoint", path)
+  -- a resume keeps this step's events up to this one, so it must be on disk too
+  if self.history then self:complain(self.history:flush()) end
   self.saved_at, self.last_checkpoint = trainer.steps_done, path
   return path, note
 end

@@ -10,7 +10,6 @@
 local M_ffi = require "engine.base.ffi"
 local counterfactual = require "engine.run.counterfactual"
 local files = require "engine.base.file"
-local formats = require "engine.base.formats"
 local histories = require "engine.run.history"
 
 local C, ffi, fail_if = M_ffi.C, M_ffi.ffi, M_ffi.fail_if
@@ -177,9 +176,9 @@ function Run:tensors_at(step, ratio)
   self.stats = self.stats or ffi.new("eng_tensor_stats[?]", n)
   if C.eng_history_unpack(room, self.stats, n, blob, #blob) ~= 0 or room[0] ~= n then return nil end
   if ratio ~= 1 then
-    local list = histories.part_at(self.parts, step).parameters
+    local part = histories.part_at(self.parts, step)
     counterfactual.move_tensors(self.stats, n, ratio,
-      function(k) return formats.of(list[k].gradient) end)
+      function(k) return part.format_of[part.parameters[k].id] end)
   end
   return self.stats
 end
