@@ -333,6 +333,28 @@ describe("a policy of FP8 layers", function()
     assert.equal(moved, weights)                           -- no layer moved for the candidate
     assert.equal(0, t.policy_errors)
   end)
+
+  it("that fails at its first decision is removed also if the run was resumed before", function()
+    local late = HEAD .. [[init = function() return { scale = 1 } end,
+      decide = function(_, r) if r.step >= 4 then error("late") end return 1 end }]]
+    for i, policy in ipairs { MOVING.fp8_current, false } do
+      local o = { base = "fp8_current", fp8 = { policy = policy or nil },
+        run = folder .. "/r" .. i }
+      local function swap(t, step)
+        if step == 4 then assert(t.swaps:swap { source = late, file = "late.lua" }) end
+      end
+      local whole = job(o, swap)
+      helper.shell("rm -r " .. o.run)
+      o.steps = 4
+      job(o, swap)
+      o.steps, o.resume = 8, "auto"
+      local weights, t = job(o)
+      assert.equal(policy and 1 or 0, #t.optimizer.fp8.policies)
+      assert.matches("its first decision failed: late.lua:3: late",
+        events("swap_refused", o.run)[1].text, 1, true)
+      assert.equal(whole, weights)
+    end
+  end)
 end)
 
 describe("history:why", function()
@@ -561,6 +583,15 @@ describe("a replay of a policy of FP8 layers", function()
     assert.same({ 1, 1, "the history lacks amaxes that the policy reads" },
       { r.certainty.exact, r.certainty.from, r.certainty.why })
     assert.equal(8, replayed("fp8_fallback:snr=1", folder .. "/three").certainty.exact)
+  end)
+
+  it("says which meters a policy reads that the run does not have", function()
+    job { fp8 = { sample = 0 }, run = folder .. "/run" }
+    local r = replayed("fp8_fallback:snr=17.5,pause=2")
+    assert.same({ 0, 8, 0 }, { r.certainty.exact, r.certainty.bounds, r.certainty.from })
+    assert.equal("the history lacks meters of FP8 layers, which the policy may read",
+      r.certainty.why)
+    assert.equal("the history lacks amaxes that the policy reads", replayed("fp8_lm").certainty.why)
   end)
 
   it("reads the amaxes of single steps, also of a run without a policy", function()

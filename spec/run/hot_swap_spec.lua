@@ -127,6 +127,21 @@ describe("swapping a policy", function()
     assert.equal(plain, undone)
   end)
 
+  it("is undone with a line if the old policy's file has changed", function()
+    local notes = {}
+    trace({ steps = 3, policy = policy_file(DYNAMIC) }, function(t, step)
+      if step ~= 1 then return end
+      assert(t.policy:swap "static")
+      policy_file("-- other\n" .. DYNAMIC)
+      t.note = function(_, text) notes[#notes + 1] = text end
+      assert(t.policy:undo())
+      assert.equal(DYNAMIC, t.policy.source)
+    end)
+    assert.equal(2, #notes)
+    assert.equal(("step 1: %s/p.lua no longer holds the text that policy dynamic runs"):format(
+      folder), notes[2])
+  end)
+
   it("inside a step takes effect at its end", function()
     local seen = {}
     local trainer
@@ -327,6 +342,49 @@ describe("a checkpoint", function()
       policy = "static:loss_scale=1024" }
     assert.equal("b", again.policy.name)
     assert.equal(whole, first:gsub("\n%d+ULL$", "") .. "\n" .. second)
+  end)
+
+  it("of a policy that has not decided yet resumes with the old one at hand", function()
+    local Half = { update = function() end, get_scale = function() return 4 end }
+    engine.register_loss_scaler("half_at_hand", Half)
+    local late = { file = "late.lua", source = [[return { name = "late",
+      init = function() return { scale = 8 } end, decide = function(state, record)
+        if record.step == 4 then error("too late") end
+        return state.scale
+      end }]] }
+    for i, policy in ipairs { policy_file(DYNAMIC), "half_at_hand" } do
+      local run = folder .. "/run" .. i
+      local function swap(t, step) if step == 4 then assert(t.policy:swap(late)) end end
+      local whole = trace({ steps = 8, policy = policy }, swap)
+      local first, trainer = trace({ steps = 4, run = run, policy = policy }, swap)
+      assert.equal("late", trainer.policy.name)
+      local second, again = trace { steps = 8, run = run, resume = "auto", policy = policy }
+      assert.equal(trainer.swaps.seats[1].asked.name, again.policy.name)
+      assert.equal(whole, first:gsub("\n%d+ULL$", "") .. "\n" .. second)
+      assert.matches("late.lua:3: too late", events("swap_refused", run)[1].text, 1, true)
+    end
+  end)
+
+  it("keeps the events of its step in the history when the run resumes", function()
+    local data = engine.data.text { text = TEXT, batch = 2, context = 8 }
+    local function options(steps, resume)
+      return { steps = steps, run = folder .. "/run", policy = "dynamic", checkpoint_every = 4,
+        resume = resume, evaluate = { every = 4, data = data, batches = 1 } }
+    end
+    trace(options(6), function(t, step)
+      if step == 4 then assert(t.policy:swap "deepspeed") end
+    end)
+    helper.shell("rm -r " .. folder .. "/run/checkpoints/step-00000006")
+    for _ = 1, 2 do
+      job(options(8, "auto"))
+      local kinds = {}
+      for _, event in ipairs(events()) do
+        if event.step >= 4 then kinds[#kinds + 1] = event.kind .. " " .. event.step end
+      end
+      assert.same({ "swap 4", "evaluation 4", "checkpoint 4", "resumed 4" },
+        { unpack(kinds, 1, 4) })
+    end
+    assert.equal(1, #events "swap")
   end)
 
   it("resumes with options that a swap changed", function()

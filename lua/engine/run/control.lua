@@ -196,12 +196,12 @@ function commands.policy(self)
 end
 
 function commands.undo(self)
-  local good, seat = self.trainer.swaps:undo("an attached client")
+  local good, seat, line = self.trainer.swaps:undo("an attached client")
   if not good then return nil, seat end
-  if seat and seat.kind then
-    return ("the policy of FP8 layers is %s again"):format(swap.label(seat.policy))
-  end
-  return policies_text(self.trainer, "is %s again")
+  local text = seat and seat.kind
+    and ("the policy of FP8 layers is %s again"):format(swap.label(seat.policy))
+    or policies_text(self.trainer, "is %s again")
+  return line and text .. "; " .. line or text
 end
 
 -- Returns the current pause (or the pause after the current steps, or a new one) with the client

@@ -149,7 +149,10 @@ local function take_policies(trainer, c, notes)
   local same = state.precision == now.precision and (state.recipe or now.recipe) == now.recipe
   for i, entry in ipairs(trainer.swaps.seats) do
     local saved, field = saved_policy(state, i)
-    if saved and saved.swapped then notes[#notes + 1] = trainer.swaps:resume(i, saved.swapped) end
+    if saved and saved.swapped then
+      notes[#notes + 1] = owned(c, field .. ".swapped", trainer.swaps.resume, trainer.swaps, i,
+        saved.swapped)
+    end
     local policy = entry.seat.policy
     local what = policy.fp8 and "FP8 policy" or "policy"
     if saved and saved.name == policy.name then

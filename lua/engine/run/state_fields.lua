@@ -35,7 +35,7 @@ end)
 
 local dtype = rule("the name of a dtype", function(x) return M_ffi.dtype[x] ~= nil end)
 
--- A policy in a seat (swap.lua). `state` belongs to the policy.
+-- A policy in a seat (swap.lua). `state` belongs to the policy. old: the policy that may return.
 local policy = record {
   name = text, state = text, file = optional(text), hash = optional(text),
   swapped = optional(record {
@@ -43,6 +43,8 @@ local policy = record {
       options = optional(text) },
     name = text, file = optional(text), path = optional(text), source = text,
     options = optional(map(any)),
+    old = optional(record { name = text, file = optional(text), path = optional(text),
+      source = optional(text), options = optional(map(any)), state = text }),
   }),
 }
 

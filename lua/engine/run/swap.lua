@@ -16,7 +16,8 @@
 --   ask(policy, record)           returns the verdict of a policy on a record, with the last
 --                                 statistics per tensor
 --   refuses(policy, trainer)      returns why this run cannot use a policy, or nil
--- Owned by the trainer, which calls observe() after a decision; control.lua calls after_step().
+-- Owned by the trainer, which calls remember() and rejects() after a decision; control.lua calls
+-- after_step().
 local M_ffi = require "engine.base.ffi"
 local read = require("engine.base.file").read
 local show = require "engine.base.show"
@@ -326,9 +327,10 @@ function Swap:swap(source, options, by, entry)
 end
 
 --- Undoes the last swap: makes the previous policy current again, with the state that it had at the
---- swap. With `entry`, an entry of `seats`, undoes the last swap of that seat. Returns true and the
---- seat, or nil and a message. Inside a step, and in on_step of a lagged run, returns only true,
---- and the undo follows the step.
+--- swap. With `entry`, an entry of `seats`, undoes the last swap of that seat. Returns true, the
+--- seat and, if the policy's file no longer holds the policy's text, a line that says so. Returns
+--- nil and a message if there is no swap to undo. Inside a step, and in on_step of a lagged run,
+--- returns only true, and the undo follows the step.
 function Swap:undo(by, entry)
   local at = #self.former
   while at > 0 and entry and self.former[at].entry ~= entry do at = at - 1 end
@@ -346,7 +348,12 @@ function Swap:undo(by, entry)
   finish_step_in_flight(self)
   last.entry.probation = nil
   put(self, last.entry, last.policy, "undone by " .. (by or "the script"), true)
-  return true, last.entry.seat
+  local path, line = last.policy.path, nil
+  if path and read(path) ~= last.policy.source then
+    line = ("%s no longer holds the text that policy %s runs"):format(path, last.policy.name)
+    self.trainer:note(("step %d: %s"):format(self.trainer.steps_done, line))
+  end
+  return true, last.entry.seat, line
 end
 
 --- Returns the statistics that the trainer's former policy needs, until the new policy has decided
@@ -356,22 +363,15 @@ function Swap:needs()
   return former and former.needs or 0
 end
 
---- Called after a decision: remembers the record, and returns the verdict that judge() returns.
---- again(...): returns the verdict of the trainer's current policy on this step.
-function Swap:observe(record, verdict, again, ...)
-  self:remember(record)
-  return self:judge(self.trainer, record, verdict, again, ...)
-end
-
---- Judges the first decision of a policy after its swap. If this decision fails, or the run cannot
---- use the policy, the seat's old policy becomes current again and decides this step, by again(...)
---- if it is given. Caps that the new policy has already applied to the gradients stay; the reason
---- says so. Returns the verdict that counts.
-function Swap:judge(seat, record, verdict, again, ...)
+--- Judges the first decision of a policy after its swap. If this decision failed, or the run cannot
+--- use the policy, makes the seat's old policy current again and returns true; the caller then lets
+--- it decide this step. Caps that the new policy has already applied to the gradients stay; the
+--- reason says so. Otherwise, and after later decisions, returns false.
+function Swap:rejects(seat, record, verdict)
   local entry
   for _, own in ipairs(self.seats) do entry = own.seat == seat and own or entry end
   local old = entry and entry.probation
-  if not old then return verdict end
+  if not old then return false end
   entry.probation = nil
   local policy = seat.policy
   local problem = seat:refuses(policy, self.trainer)
@@ -384,7 +384,7 @@ function Swap:judge(seat, record, verdict, again, ...)
   problem = objection(self, problem)
   if not problem then
     seat:use_policy(policy, self.trainer)                  -- without the old policy's statistics
-    return verdict
+    return false
   end
   seat:use_policy(old, self.trainer)
   self:hold(entry, true)
@@ -396,8 +396,7 @@ function Swap:judge(seat, record, verdict, again, ...)
     end
   end
   refuse(self, entry, label(policy), "its first decision", problem)
-  if again then return again(...) end
-  return seat:ask(old, record)
+  return true
 end
 
 -- ------------------------------------------------------------------ watching
@@ -478,39 +477,56 @@ end
 
 -- ------------------------------------------------------------------ checkpoints
 
---- Returns, for a checkpoint, the current policy of seat i. Returns nil if the script itself
---- requested this policy, or if it is a class, which has no source to store.
+-- Returns what a checkpoint needs to load a policy again. A class, and the idle policy of a seat
+-- without policies, have no source; only the script can make them.
+local function stored(policy)
+  return { name = policy.name, file = policy.file, path = policy.path,
+    source = not policy.idle and policy.source or nil, options = policy.given }
+end
+
+--- Returns, for a checkpoint, the current policy of seat i and, until this policy has decided once,
+--- the old one. Returns nil if the current policy is a class, which has no source to store, or if
+--- the script itself requested it and no old policy may return.
 function Swap:state(i)
   local entry = self.seats[i]
-  local policy, asked = entry.seat.policy, entry.asked
+  local policy, asked, old = entry.seat.policy, entry.asked, entry.probation
   local now = described(policy)
   if entry.swaps == 0 or policy.is_class or policy.idle
-    or now.file == asked.file and now.options == asked.options
+    or not old and now.file == asked.file and now.options == asked.options
     and (not asked.hash and policy.path or now.hash == asked.hash) then
     return nil
   end
-  return { asked = asked, name = policy.name, file = policy.file, path = policy.path,
-    source = policy.source, options = policy.given }
+  local state = stored(policy)
+  state.asked, state.old = asked, old and stored(old)
+  if old then state.old.state = old:save() end
+  return state
 end
 
 --- Makes a checkpoint's policy current again in seat i, if it had been swapped in and the script
---- still requests the same policy as then. Returns a line about it, or nil if the script requests
---- another policy.
+--- still requests the same policy as then. saved: what state(i) returned. Returns a line about the
+--- policy, or nil if the script requests another one.
 function Swap:resume(i, saved)
   local entry = self.seats[i]
-  local asked = type(saved) == "table" and type(saved.asked) == "table" and saved.asked or {}
-  local now = entry.asked
+  local asked, now = saved.asked, entry.asked
   if asked.name ~= now.name or asked.file ~= now.file or asked.options ~= now.options
     or now.hash and asked.hash ~= now.hash then
     return nil
   end
-  local good, policy = pcall(require("engine.policy.policy").load,
-    { source = saved.source, file = saved.file, path = saved.path }, saved.options, entry.seat.kind)
+  -- Returns the policy that stored() describes. A policy without a source must be the script's own.
+  local function load(from)
+    if not from.source then return from.name == now.name and entry.seat.policy or nil end
+    local policy = require("engine.policy.policy").load({ source = from.source, file = from.file,
+      path = from.path }, from.options, entry.seat.kind)
+    entry.seat:prepare(policy)
+    return policy
+  end
+  local good, policy, old = pcall(function() return load(saved), saved.old and load(saved.old) end)
   if not good then
     return ("the policy that was swapped in, %s, can no longer be used: %s"):format(
       tostring(saved.file), tostring(policy))
   end
-  entry.seat:prepare(policy)
+  if old then old:restore(saved.old.state) end
+  entry.probation = old
   entry.seat:use_policy(policy, self.trainer)
   self:hold(entry, true)
   entry.swaps, self.resumed = 1, true

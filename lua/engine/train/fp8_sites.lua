@@ -338,8 +338,8 @@ function Sites:decide(record, gradient, logs, verdict, swaps)
   self.reasons = {}
   for _, seat in ipairs(self.seats) do
     local own = seat:ask(seat.policy, record)
-    if swaps then own = swaps:judge(seat, record, own) end
-    local policy = seat.policy                             -- judge() may have changed it
+    if swaps and swaps:rejects(seat, record, own) then own = seat:ask(seat.policy, record) end
+    local policy = seat.policy                             -- rejects() may have changed it
     local reason = policy.name .. ": " .. own:why()
     if own.failed ~= 0 then fail(reason)
     elseif own:why() ~= "" then table.insert(self.reasons, reason) end

@@ -287,15 +287,15 @@ end
 --- in and fails, run/swap.lua brings the old policy back, which then decides this step. In a lagged
 --- run, the action then becomes what the device has done, and asks() gives what the run still does.
 function Trainer:decide(s, record)
-  local sites = self.optimizer.fp8
-  local verdict = self.swaps:observe(record, verdict_of(self, s, record), verdict_of, self, s,
-    record)
+  local sites, swaps, verdict = self.optimizer.fp8, self.swaps, verdict_of(self, s, record)
+  swaps:remember(record)
+  if swaps:rejects(self, record, verdict) then verdict = verdict_of(self, s, record) end
   s.logs = self.policy:logs()
   local problem = self:refuses(self.policy)
   if problem then verdict.reason, verdict.action = problem:sub(1, 255), C.ENG_ACTION_STOP end
   self.reducer:note_verdict(record, verdict)
   if sites then
-    s.logs = sites:decide(record, verdict.scale / self.accumulate, s.logs, verdict, self.swaps)
+    s.logs = sites:decide(record, verdict.scale / self.accumulate, s.logs, verdict, swaps)
   end
   if self.delay == 1 then self.asked = verdict:apply_lag(record.overflow ~= 0) end
   self.last_verdict = verdict
