@@ -2,6 +2,7 @@
 -- and gives advice when no loss scale helps. Owned by the trainer, which calls look() for every
 -- step that overflowed and left the weights unchanged. Called by loop.lua and run/run.lua, too.
 local M_ffi = require "engine.base.ffi"
+local buffers = require "engine.train.buffers"
 local json = require "engine.base.json"
 local show = require "engine.base.show"
 local random = require "engine.base.random"
@@ -88,7 +89,7 @@ local function run_again(trainer, scale)
   trainer.optimizer:zero_grad()
   local mark = M_ffi.new("int64_t[1]")
   check(C.eng_scope_begin(mark))
-  local finding, message = trainer:keeping_buffers(function()
+  local finding, message = buffers.keeping(trainer.model, function()
     return trap.watch(trainer.model, function()
       for i = 1, trainer.accumulate do
         random.go(trainer.drawn_from[i])

@@ -6,6 +6,7 @@
 -- policies that need "norm_ref".
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
+local buffers = require "engine.train.buffers"
 local machine = require "engine.base.machine"
 local optim = require "engine.train.optim"
 local precision = require "engine.train.precision"
@@ -64,7 +65,7 @@ function Reference:batches(s)
   end
   local good, message = pcall(function()
     check(C.eng_params_reference_begin(params))
-    trainer:keeping_buffers(function() backward(self, s, batches) end)
+    buffers.keeping(trainer.model, function() backward(self, s, batches) end)
     if trainer.reducer.many then check(C.eng_parallel_reference(trainer.reducer.reduction)) end
   end)
   local status = C.eng_params_reference_end(norm, self.norms, params, 1)

@@ -14,6 +14,7 @@ local M_ffi = require "engine.base.ffi"
 local activations = require "engine.train.activations"
 local attention_logits = require "engine.train.attention_logits"
 local autograd = require "engine.tensor.autograd"
+local buffers = require "engine.train.buffers"
 local captured = require "engine.train.captured"
 local loop = require "engine.train.loop"
 local loss_error = require "engine.train.loss_error"
@@ -116,7 +117,7 @@ function Trainer:attempt()
   if opt.fp8 then opt.fp8:begin(s.step) end
   s.shadow_scales = self.shadows and self.shadows:scales()
   s.place = self:remember_place()                          -- for a retry, or when this step fails
-  self:remember_buffers()
+  self.buffers = buffers.copy(self.model, self.buffers)    -- go_back() restores them
   self.current = s
   self.reducer:begin(s)
   s.batches = self.reference and self.reference:batches(s) -- runs them in f32, if due
@@ -383,71 +384,18 @@ function Trainer:remember_place()
   return place
 end
 
--- Returns copies of the model's buffers, such as the running statistics of batch norm: a list of
--- { owner, key = the buffer's module and field, was = a kept copy }.
-local function copies_of_buffers(self)
-  local buffers = {}
-  for _, p in ipairs(self.model:parameters()) do
-    if p.role == "buffer" then
-      buffers[#buffers + 1] = { owner = p.owner, key = p.key, was = p.tensor:keep() }
-    end
-  end
-  return buffers
-end
-
--- Returns the tensor that is the buffer now, or nil if it has another shape or dtype than the copy:
--- a module may assign another tensor to the field at any time.
-local function current_buffer(b)
-  local x = rawget(b.owner, b.key)
-  local same = tensor.is_tensor(x) and x.dtype == b.was.dtype
-    and table.concat(x.shape, " ") == table.concat(b.was.shape, " ")
-  return same and x or nil
-end
-
-local function restore_buffers(buffers)
-  for _, b in ipairs(buffers) do
-    local now = current_buffer(b)
-    if now then now:copy(b.was) else rawset(b.owner, b.key, b.was:keep()) end
-  end
-end
-
---- Returns to a position that remember_place() returned, and restores the buffers that
---- remember_buffers() saved: a pass changes running statistics even if its step has no update.
+--- Returns to a position that remember_place() returned, and restores the model's buffers as they
+--- were when the step began: a pass changes running statistics even if its step has no update.
 function Trainer:go_back(place)
   if place.data then self.data:restore(place.data) end
   random.go(place)
-  restore_buffers(self.buffers or {})
+  buffers.restore(self.buffers or {})
 end
 
---- Saves the model's buffers for go_back(), in copies that the trainer keeps until the run ends.
-function Trainer:remember_buffers()
-  for _, b in ipairs(self.buffers or {}) do
-    local now = current_buffer(b)
-    if not now then
-      self:forget_buffers()
-      break
-    end
-    b.was:copy(now)
-  end
-  self.buffers = self.buffers or copies_of_buffers(self)
-end
-
---- Frees the copies of remember_buffers().
+--- Frees the copies of the model's buffers.
 function Trainer:forget_buffers()
-  for _, b in ipairs(self.buffers or {}) do b.was:free() end
+  buffers.free(self.buffers or {})
   self.buffers = nil
-end
-
---- Runs f, which passes the step's batches through the model again, and then restores the model's
---- buffers. Returns f's results.
-function Trainer:keeping_buffers(f)
-  local buffers = copies_of_buffers(self)
-  local function restored(...)
-    restore_buffers(buffers)
-    for _, b in ipairs(buffers) do b.was:free() end
-    return ...
-  end
-  return restored(f())
 end
 
 --- Adapts a resumed run to its number of ranks. `ranks` and `accumulate` are the run's earlier
