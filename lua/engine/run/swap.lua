@@ -19,8 +19,13 @@
 -- Owned by the trainer, which calls remember() and rejects() after a decision; control.lua calls
 -- after_step().
 local M_ffi = require "engine.base.ffi"
+local changed = require("engine.run.replay").changed
+local json = require "engine.base.json"
+local load = require("engine.policy.policy").load
+local ranks = require "engine.dist.ranks"
 local read = require("engine.base.file").read
 local show = require "engine.base.show"
+local trace = require "engine.run.trace"
 
 local C, ffi = M_ffi.C, M_ffi.ffi
 
@@ -35,8 +40,7 @@ local MOST_UNDO = 20   -- the number of swaps that can be undone
 
 -- Returns a copy of the policy of a seat, in its initial state.
 local function copy_of(policy, seat)
-  local copy = require("engine.policy.policy").load({ source = policy.source, file = policy.file },
-    policy.given, seat.kind)
+  local copy = load({ source = policy.source, file = policy.file }, policy.given, seat.kind)
   seat:prepare(copy)
   return copy
 end
@@ -47,7 +51,7 @@ end
 local function layers_refused(trainer, copy)
   local record, n = ffi.new("eng_record"), #trainer.optimizer.list
   local stats = ffi.new("eng_tensor_stats[?]", n)
-  require("engine.run.trace").verdicts("."):at(record, 1, copy:scale())
+  trace.verdicts("."):at(record, 1, copy:scale())
   for k = 0, n - 1 do
     local amax = record.scale * 2 ^ -(8 * k % 96)
     stats[k].count, stats[k].amax, stats[k].sum_squares = 1, amax, amax ^ 2
@@ -105,7 +109,7 @@ end
 --- options that differ from its defaults.
 function M.described(policy)
   if policy.idle then return { name = policy.name } end
-  local options = require("engine.run.replay").changed(policy)
+  local options = changed(policy)
   return { name = policy.name, file = policy.file, hash = policy.hash and policy:hash() or nil,
     options = options ~= "" and options or nil }
 end
@@ -181,6 +185,13 @@ end
 
 -- ------------------------------------------------------------------ swapping
 
+-- Returns as data what policy.load needs to load a policy again. The data of a class, and of the
+-- idle policy of a seat without policies, have no source; only the script can make them.
+local function stored(policy)
+  return { name = policy.name, file = policy.file, path = policy.path,
+    source = not policy.idle and policy.source or nil, options = policy.given }
+end
+
 -- Makes `fresh` the current policy of a seat, and records the swap. by, as_it_is: as in Swap:swap
 -- and Swap:hold.
 local function put(self, entry, fresh, by, as_it_is)
@@ -204,36 +215,22 @@ end
 -- by itself. source, options, kind: as for policy.load. Returns true and the policy, or false and a
 -- message.
 local function load_together(source, options, kind)
-  local json, ranks, load = require "engine.base.json", require "engine.dist.ranks",
-    require("engine.policy.policy").load
-  local news, good, fresh = nil, true, nil
+  local good, fresh, news
   if ranks.rank() == 0 then
     good, fresh = pcall(load, source, options, kind)
-    if not good then news = { problem = tostring(fresh) }
-    elseif fresh.source then
-      news = { source = fresh.source, file = fresh.file, path = fresh.path, options = fresh.given,
-        crc = fresh:hash() }
-    else news = {} end
+    news = json.encode(good and stored(fresh) or { problem = tostring(fresh) })
   end
-  news = json.decode(ranks.from_first(news and json.encode(news)))
+  news = json.decode(ranks.from_first(news))
   if news.problem then return false, news.problem end
-  if ranks.rank() > 0 then
-    if news.source then
-      good, fresh = pcall(load, { source = news.source, file = news.file, path = news.path },
-        news.options or {}, kind)
-    else good, fresh = pcall(load, source, options, kind) end
-    if good and news.crc and fresh:hash() ~= news.crc then
-      good, fresh = false, "its text arrived damaged from rank 0 (the checksums differ)"
-    end
-  end
-  return good, fresh
+  if ranks.rank() == 0 then return good, fresh end
+  if news.source then source, options = news, news.options end
+  return pcall(load, source, options, kind)
 end
 
 -- Returns the reason of the first rank that refuses, or nil. All ranks get the same result.
 local function objection(self, problem)
   if not self.trainer.reducer.many then return problem end
-  for rank, text in ipairs(require("engine.dist.ranks").from_all(problem and tostring(problem)
-    or "")) do
+  for rank, text in ipairs(ranks.from_all(problem and tostring(problem) or "")) do
     if text ~= "" then return ("rank %d: %s"):format(rank - 1, text) end
   end
 end
@@ -275,7 +272,6 @@ end
 
 -- Makes a swap, as Swap:swap does. entry: an entry of `seats`; if it is nil, seat_for chooses one.
 local function attempt(self, source, options, by, entry)
-  local load = require("engine.policy.policy").load
   local what = type(source) ~= "table" and tostring(source) or source.file or source.name
   local kind = self.seats[2] and "any" or nil
   if entry then kind = entry.seat.kind end
@@ -405,7 +401,7 @@ end
 local function reread(self, entry, by)
   local policy = entry.seat.policy
   local text, why = read(policy.path)
-  if self.trainer.reducer.many then text = require("engine.dist.ranks").from_first(text) end
+  if self.trainer.reducer.many then text = ranks.from_first(text) end
   if not text then
     return refuse(self, entry, policy.file, by, why or policy.path .. " cannot be read")
   end
@@ -477,13 +473,6 @@ end
 
 -- ------------------------------------------------------------------ checkpoints
 
--- Returns what a checkpoint needs to load a policy again. A class, and the idle policy of a seat
--- without policies, have no source; only the script can make them.
-local function stored(policy)
-  return { name = policy.name, file = policy.file, path = policy.path,
-    source = not policy.idle and policy.source or nil, options = policy.given }
-end
-
 --- Returns, for a checkpoint, the current policy of seat i and, until this policy has decided once,
 --- the old one. Returns nil if the current policy is a class, which has no source to store, or if
 --- the script itself requested it and no old policy may return.
@@ -513,14 +502,15 @@ function Swap:resume(i, saved)
     return nil
   end
   -- Returns the policy that stored() describes. A policy without a source must be the script's own.
-  local function load(from)
+  local function load_stored(from)
     if not from.source then return from.name == now.name and entry.seat.policy or nil end
-    local policy = require("engine.policy.policy").load({ source = from.source, file = from.file,
-      path = from.path }, from.options, entry.seat.kind)
+    local policy = load(from, from.options, entry.seat.kind)
     entry.seat:prepare(policy)
     return policy
   end
-  local good, policy, old = pcall(function() return load(saved), saved.old and load(saved.old) end)
+  local good, policy, old = pcall(function()
+    return load_stored(saved), saved.old and load_stored(saved.old)
+  end)
   if not good then
     return ("the policy that was swapped in, %s, can no longer be used: %s"):format(
       tostring(saved.file), tostring(policy))
