@@ -1,6 +1,7 @@
 -- What a run prints: terminal plots and the progress line.
 local plot = require "engine.report.plot"
 local progress = require "engine.run.progress"
+local show = require "engine.base.show"
 
 local nan, inf = 0 / 0, math.huge
 
@@ -240,13 +241,13 @@ describe("progress", function()
     p:update(row(3, { overflow = true, scale = 2 ^ 24, loss = nan }))
     assert.equal("step 2  loss nan  scale 2^24  skipped 1  12.3k tokens/s  overflow\n",
       (out.text():gsub("%-nan", "nan")))
-    assert.equal("1.23M", progress.count_text(1.234e6))
-    assert.equal("999", progress.count_text(999))
-    assert.equal("1:01:05", progress.duration_text(3665))
-    assert.equal("0:09", progress.duration_text(9.4))
+    assert.equal("1.23M", show.count(1.234e6))
+    assert.equal("999", show.count(999))
+    assert.equal("1:01:05", show.duration(3665))
+    assert.equal("0:09", show.duration(9.4))
     for text, scale in pairs { ["2^-3"] = 0.125, ["1"] = 1, ["2^3"] = 8, ["2^16"] = 2 ^ 16,
       ["2^17"] = 2 ^ 17, ["3000"] = 3000, ["inf"] = math.huge } do
-      assert.equal(text, progress.scale_text(scale))
+      assert.equal(text, show.scale(scale))
     end
   end)
 

@@ -81,14 +81,13 @@ end
 
 -- ------------------------------------------------------------------ saving
 
---- Removes all but the newest `keep` checkpoints.
+-- Removes all but the newest `keep` checkpoints.
 local function prune(dir, keep)
   local all = list(dir)
   for i = 1, #all - keep do remove(all[i].path) end
 end
-M.prune = prune
 
---- Writes a file of tensors and reads it back; returns { crc32c =, bytes = }.
+-- Writes a file of tensors and reads it back; returns { crc32c =, bytes = }.
 local function write_tensors(directory, name, tensors, metadata)
   local path = directory .. "/" .. name
   local crc = safetensors.save(path, tensors, metadata)

@@ -142,7 +142,6 @@ end
 local function tell(self, kind, text)
   local t = self.trainer
   t.run_files:event(t.steps_done, kind, text)
-  settle(self)
   t:note(("step %d: %s"):format(t.steps_done, text))
   return text
 end

@@ -264,12 +264,7 @@ local function each(h, make, sql, ...)
 end
 
 -- Returns the first row of a query, or nil.
-local function one(h, sql, ...)
-  local following = each(h, nil, sql, ...)
-  local row = following()
-  while following() do end
-  return row
-end
+local function one(h, ...) return h:query(...)[1] end
 
 -- Raises an error unless these fields of a row hold values of `kind` (or nil, if `optional`). The
 -- file may be damaged or come from another program.
@@ -490,15 +485,14 @@ local ENDS = "(action = 'stop' AND scale IS NULL)"
 local function ends(row) return row.action == "stop" and row.scale == nil end
 
 --- Returns the shadows of the run: { name, steps, skipped, overflows, bounds, failed, scale, action
---- }. Five fields count steps: steps (the shadow saw the step), skipped (it would have skipped the
---- step), overflows (the step overflows at the shadow's own scale), bounds (the verdict is a bound,
---- counterfactual.lua) and failed (the shadow failed). scale and action come from the shadow's last
---- verdict. overflows and bounds are nil in a history of an older engine, whose shadows read the
---- run's own overflows.
+--- }. Five fields count steps: those that the shadow saw, would have skipped, that overflow at its
+--- own scale, whose verdict is a bound (counterfactual.lua), and in which it failed. scale and
+--- action come from its last verdict. overflows and bounds are nil in a history of an older engine,
+--- whose shadows read the run's own overflows.
 function History:shadows()
   if not self:has "shadows" then return nothing "(no shadows)" end
-  -- The sums leave out rows that count in none of skipped, overflows, bounds and failed, because a
-  -- shadow whose scale moves has a row for every step.
+  -- `others` leaves out rows that count in none of the sums, because a shadow whose scale moves
+  -- has a row for every step
   local function whole(row) return expect(self, row, "number", { "skipped", "failed" }) end
   local own = one(self, "SELECT count(*) AS n FROM sqlite_master WHERE name = 'shadows' AND sql " ..
     "LIKE '%bound INTEGER%'").n > 0        -- false in a history of an older engine
@@ -525,10 +519,10 @@ function History:shadows()
 end
 
 --- Returns a row for each step at which a shadow's verdict changed: { step, scale, action, failed,
---- reason, overflow, bound }. A row holds until the next row. overflow: whether the step overflows
---- at the shadow's own scale. bound: whether the verdict is a bound (counterfactual.lua). Both are
---- nil in a history of an older engine. A row with the action `stop` and no scale is no verdict. It
---- marks where the run was resumed without the shadow.
+--- reason, overflow, bound }. A row holds until the next row. overflow (the step overflows at the
+--- shadow's own scale) and bound (counterfactual.lua) are nil in a history of an older engine. A
+--- row with the action `stop` and no scale is no verdict: it marks where the run was resumed without
+--- the shadow.
 function History:shadow(name)
   if not self:has "shadows" then return {} end
   return collect(each(self, nil, "SELECT * FROM shadows WHERE name = ? ORDER BY step", name),
@@ -674,9 +668,9 @@ end
 --- Returns the meters of the FP8 layers whose path begins with `site` (default: all), of all
 --- measured steps or of `step`. The rows { step, site, role, snr, underflow, overflow, zeros, amax,
 --- least, scale_min, scale_max, count } print as a table. For replays, a row also has peak (the
---- largest magnitude of all elements), power (the sum of squares) and asked (the amax with which
---- policies scale the role in the next step; 0: the role's own amax; nil: policies cannot choose
---- its scale). If there are no rows, the field `problem` of the list gives the reason.
+--- largest magnitude of all elements), power (the sum of squares) and asked (the amax by which
+--- policies scale the role in the next step; 0: its own amax; nil: its scale cannot be chosen). The
+--- field `problem` of an empty list gives the reason.
 function History:fp8(site, step)
   M_ffi.expect(type(site or "") == "string", site, "fp8: expected the beginning of a layer's name")
   return history_fp8.read(self, site or "", step)

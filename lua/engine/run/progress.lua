@@ -40,9 +40,6 @@ function progress.json(row)
   return json.ordered(fields)
 end
 
-progress.count_text, progress.scale_text, progress.duration_text = show.count, show.scale,
-  show.duration
-
 -- Writes to stdout. The first failure (a full disk, a pipe without a reader) is reported on stderr,
 -- and the run continues without this output.
 local function put(self, ...)

@@ -256,8 +256,8 @@ local function place_of_data(trainer, path, place)
   else
     return nil, place
   end
-  error(("resume: %s: %s, so the data would begin at their first batch again; hint: %s"):format(
-    path, problem, hint), 0)
+  M_ffi.fail("resume: %s: %s, so the data would begin at their first batch again; hint: %s", path,
+    problem, hint)
 end
 
 -- Moves the evaluation's data to the position `place`. If that fails, returns a line with the
@@ -269,22 +269,20 @@ local function restore_evaluation(trainer, place)
   return not good and "evaluations begin at the first batch of their data: " .. tostring(why) or nil
 end
 
---- Restores all of a trainer from a checkpoint (`c` as in M.spread), except tensors. Returns lines
---- about the differences between this run and the checkpoint. config: the settings of this run.
-function M.take_over(trainer, c, config)
-  local notes, state = {}, c.state
+--- Restores all of a trainer from a checkpoint (`c` as in M.spread), except tensors. Adds lines
+--- about the differences between this run and the checkpoint to `notes`. config: the settings of
+--- this run.
+function M.take_over(trainer, c, notes, config)
+  local state = c.state
   local problem = c.parts and M.problem(c)
-  if problem then error("resume: " .. problem, 0) end
+  fail_if(problem, "resume: %s", problem)
   fail_if(state.optimizer.name ~= trainer.optimizer.name, "resume: %s was written with the " ..
     "optimizer %s, but this run has %s; hint: use that optimizer, or begin a new run with " ..
     "run=ANOTHER_NAME", c.path, state.optimizer.name, trainer.optimizer.name)
-  notes[1], state.data = place_of_data(trainer, c.path, state.data)
+  notes[#notes + 1], state.data = place_of_data(trainer, c.path, state.data)
   c.changes = function() return changed_settings(c.path, config) end
   take_policies(trainer, c, notes)
-  for _, line in ipairs(trainer.shadows and state.shadows
-    and trainer.shadows:restore(state.shadows) or {}) do
-    notes[#notes + 1] = line
-  end
+  if trainer.shadows and state.shadows then trainer.shadows:restore(state.shadows, notes) end
   notes[#notes + 1] = state.set
     and owned(c, "state.set", trainer.control.restore, trainer.control, state.set)
   notes[#notes + 1] = take_training(trainer, c)
@@ -313,7 +311,6 @@ function M.take_over(trainer, c, config)
   if recipe.name ~= now.precision or recipe.checksum ~= now.recipe then
     trainer.recipe = recipe                   -- see Trainer:note_recipe
   end
-  return notes
 end
 
 --- Rolls a trainer back to a checkpoint of its own run (`c` as in M.spread). Policies of FP8 layers

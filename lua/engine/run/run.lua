@@ -107,10 +107,7 @@ local function check_name(path)
   local problem = show.name_problem(name)
     or path:find("^runs/%.%.?$") and "is that of another folder"
     or files.exists(path .. "/contest.json") and "is that of a contest"
-  if problem then
-    error(("run: the name %s: %s; hint: run=ANOTHER_NAME"):format(problem, M_ffi.value_text(path)),
-      0)
-  end
+  fail_if(problem, "run: the name %s: %s; hint: run=ANOTHER_NAME", problem, M_ffi.value_text(path))
 end
 
 --- Takes the run's directory. A run that does not continue an earlier one takes the next free name
@@ -140,18 +137,15 @@ local function find_checkpoint(self, resume)
     if files.is_folder(dir .. "/checkpoints") then dir = dir .. "/checkpoints" end
     fail_if(not files.is_folder(dir), "resume: there is no run or checkpoint %s; hint: " ..
       "resume=auto continues the run that run=NAME names", dir)
-  elseif not dir then
-    error("resume: a run without a name has nothing to resume; hint: run=NAME", 0)
-  end
+  else fail_if(not dir, "resume: a run without a name has nothing to resume; hint: run=NAME") end
   if not files.is_folder(dir) then return nil end
   local c, message, damaged = checkpoint.open(dir)
-  if c then
-    for _, line in ipairs(c.skipped) do self.warnings[#self.warnings + 1] = line end
-  elseif not auto then error("resume: " .. message, 0)
-  elseif damaged then      -- a fresh start would drop the run's records
-    error(("resume: no checkpoint can be used: %s; hint: restore what is missing, or " ..
-      "start a new run with run=ANOTHER_NAME"):format(message), 0)
-  else self.notes[#self.notes + 1] = message end
+  fail_if(not c and not auto, "resume: %s", message)
+  -- a fresh start would drop the run's records
+  fail_if(damaged, "resume: no checkpoint can be used: %s; hint: restore what is missing, or " ..
+    "start a new run with run=ANOTHER_NAME", message)
+  for _, line in ipairs(c and c.skipped or {}) do self.warnings[#self.warnings + 1] = line end
+  if not c then self.notes[#self.notes + 1] = message end
   return c
 end
 
@@ -209,7 +203,7 @@ local function told(self)
   local news = json.decode(require("engine.dist.ranks").from_first())
   self.path, self.recorded, self.last_checkpoint = news.path, news.recorded, news.read
   local c = news.state and { state = news.state, path = news.read }
-  if c then restore.take_over(self.trainer, c) end
+  if c then restore.take_over(self.trainer, c, self.notes) end
   start_ranks(self, c)
 end
 
@@ -225,9 +219,7 @@ local function open(self, resume)
   local trainer = self.trainer
   local c = resume and find_checkpoint(self, resume) or nil
   if c then
-    for _, line in ipairs(restore.take_over(trainer, c, self.config)) do
-      self.notes[#self.notes + 1] = line
-    end
+    restore.take_over(trainer, c, self.notes, self.config)
     self.last_checkpoint = c.path
     self.notes[#self.notes + 1] = ("resumed from %s at step %d, after %s"):format(c.path,
       trainer.steps_done, show.counted(trainer.updates, "update"))

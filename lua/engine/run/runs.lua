@@ -134,10 +134,8 @@ function M.list(text)
   local dir = text or "runs"
   if text and not files.is_folder(text) then
     dir = "runs/" .. text
-    if not files.is_folder(dir) then
-      error(("there is no folder '%s' or '%s'; hint: `engine runs` lists the runs under runs/")
-        :format(text, dir), 0)
-    end
+    M_ffi.fail_if(not files.is_folder(dir), "there is no folder '%s' or '%s'; hint: `engine " ..
+      "runs` lists the runs under runs/", text, dir)
   end
   local list = {}
   if files.exists(dir .. "/history.db") then list[1] = M.info(dir) end

@@ -325,10 +325,10 @@ local function regain(s, old, most)
   s.policy:restore(old.state)
 end
 
---- Restores the shadows that a checkpoint contains. All other shadows start fresh. Returns lines
---- about the shadows whose saved state cannot be restored.
-function Shadows:restore(saved)
-  local lines, sites = {}, self.trainer.optimizer.fp8
+--- Restores the shadows that a checkpoint contains. All other shadows start fresh. Adds lines about
+--- the shadows whose saved state cannot be restored to `notes`.
+function Shadows:restore(saved, notes)
+  local sites = self.trainer.optimizer.fp8
   for _, s in ipairs(all(self)) do
     local found
     for i, old in ipairs(saved.list) do
@@ -336,7 +336,7 @@ function Shadows:restore(saved)
         local good, why = pcall(regain, s, old, sites and sites.rungs)
         if good then found = old
         else
-          lines[#lines + 1] = ("shadow %s starts fresh: state.shadows.list[%d]: %s"):format(s.name,
+          notes[#notes + 1] = ("shadow %s starts fresh: state.shadows.list[%d]: %s"):format(s.name,
             i, M_ffi.without_line(why))
         end
       end
@@ -350,7 +350,6 @@ function Shadows:restore(saved)
     if found and not found.steps then s.steps, s.run_skipped = saved.steps, saved.skipped end
   end
   self.largest = saved.largest
-  return lines
 end
 
 return M

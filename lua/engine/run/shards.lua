@@ -165,10 +165,8 @@ local function want_tensors(c, part, wanted)
   if #problems > MOST_PROBLEMS then
     shown = ("%s\n  and %d more tensors"):format(shown, #problems - MOST_PROBLEMS)
   end
-  if #problems > 0 then
-    error(("resume: %s does not fit this %s%s:\n  %s"):format(c.path, part,
-      c.changes and c.changes() or "", shown), 0)
-  end
+  fail_if(#problems > 0, "resume: %s does not fit this %s%s:\n  %s", c.path, part,
+    #problems > 0 and c.changes and c.changes() or "", shown)
 end
 
 M.PIECE = 2 ^ 22       -- elements that rank 0 sends at a time

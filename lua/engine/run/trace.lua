@@ -44,13 +44,11 @@ function M.verdicts(text)
       fail("got '" .. text:sub(at, at) .. "'", at)
     end
     local n = tonumber(count) or 1
-    if #steps + n > MOST_STEPS then
-      error(("the trace has more than %d steps"):format(MOST_STEPS), 0)
-    end
+    fail_if(#steps + n > MOST_STEPS, "the trace has more than %d steps", MOST_STEPS)
     for _ = 1, n do steps[#steps + 1] = kind ~= "." end
     at = after
   end
-  if #steps == 0 then error("the trace is empty; expected steps such as '4. x 2. 3x'", 0) end
+  fail_if(#steps == 0, "the trace is empty; expected steps such as '4. x 2. 3x'")
   return setmetatable({ n = #steps, overflow = steps, first = 0, name = text }, Verdicts)
 end
 
@@ -97,7 +95,7 @@ local Rows = ffi.typeof("$ [?]", Row)
 function M.run(path)
   local result, why = histories.with(path, function(history)
     local n = history:query("SELECT count(*) AS n FROM steps")[1].n
-    if n == 0 then error(("history %s has no steps to replay"):format(history.path), 0) end
+    fail_if(n == 0, "history %s has no steps to replay", history.path)
     local meta, config = history:meta(), history:config()   -- old histories lack meta.mode
     -- settled: the steps that began after the previous step's verdict even in lagged mode
     local self = setmetatable({ n = n, rows = Rows(n), hists = {}, name = path, settled = {},

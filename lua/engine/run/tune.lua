@@ -49,26 +49,24 @@ end
 -- Reads the range of a policy's option from `text`. For "name=from..to", returns what span_of
 -- returns; for "name=a,b,c", { name, values }.
 local function read_range(text, policy)
-  local function malformed()
-    error(("over '%s': expected name=from..to or name=a,b,c"):format(text), 0)
+  local function malformed(bad)
+    fail_if(bad, "over '%s': expected name=from..to or name=a,b,c", text)
   end
   local name, range = text:match("^([%a_][%w_]*)=(.+)$")
-  if not name then malformed() end
+  malformed(not name)
   local preset = policy.defaults[name]
-  if preset == nil then
-    error(("policy '%s' has no option '%s'%s"):format(policy.name, name,
-      nearest.choices(name, policy.option_names, "options")), 0)
-  end
+  fail_if(preset == nil, "policy '%s' has no option '%s'%s", policy.name, name,
+    nearest.choices(name, policy.option_names, "options"))
   local from, to = range:match("^(.-)%.%.(.+)$")
   if from then return span_of(text, name, preset, from, to) end
-  if range:find("^[%d.]+%-[%d.]+$") then malformed() end   -- 5-15 is meant as 5..15, not as -10
+  malformed(range:find("^[%d.]+%-[%d.]+$"))                 -- 5-15 is meant as 5..15, not as -10
   local values, numeric = {}, type(preset) == "number"
   for word in range:gmatch("[^,]+") do
     values[#values + 1] = not numeric and word or expression(word)
       or error(("over '%s': expected numbers, such as %s=100..5000 or %s=1,2,4, got '%s'"):format(
         text, name, name, word), 0)
   end
-  if #values == 0 then malformed() end
+  malformed(#values == 0)
   return { name = name, values = values }
 end
 
@@ -100,10 +98,8 @@ local function read(o)
   arguments.want_list(o.over, "tune", "over", '{ "growth_interval=100..5000" }')
   local s = { traces = {}, ranges = {}, objective = o.objective or "elements", source = o.policy,
     fixed = o.options or {}, rows = {}, seen = {} }
-  if not M.objectives[s.objective] then
-    error(("there is no objective '%s'%s"):format(tostring(s.objective),
-      nearest.choices(s.objective, M.objectives, "objectives")), 0)
-  end
+  fail_if(not M.objectives[s.objective], "there is no objective '%s'%s", tostring(s.objective),
+    nearest.choices(s.objective, M.objectives, "objectives"))
   for i, run in ipairs(o.runs) do
     s.traces[i] = type(run) == "table" and run or replay.trace(run)
     fail_if(not s.traces[i].names and s.objective ~= "skipped", "'%s' is a string of outcomes " ..
