@@ -582,12 +582,12 @@ describe("a damaged history", function()
     end
     local signals = "DROP TABLE signals; CREATE TABLE signals(name TEXT, step %s, value REAL); " ..
       "INSERT INTO signals VALUES(NULL, 5, 1)"
-    reads(signals:format("INTEGER"), "expected a string in 'name', got a nil", "signals")
-    reads(signals:format("INTEGER"), "expected a string in 'name', got a nil", "signals_at")
+    reads(signals:format("INTEGER"), "a value of the column 'name' is NULL", "signals")
+    reads(signals:format("INTEGER"), "a value of the column 'name' is NULL", "signals_at")
     reads(signals:format("VARCHAR"), "'step' is of a type that a history does not have", "query",
       "SELECT step FROM signals")
     reads("DROP TABLE parameters; CREATE TABLE parameters(id INTEGER, name TEXT, shape TEXT); " ..
-      "INSERT INTO parameters VALUES(NULL, 'w', '2')", "expected a number in 'id', got a nil",
+      "INSERT INTO parameters VALUES(NULL, 'w', '2')", "a value of the column 'id' is NULL",
       "parameters")
     local row = "('a', 4503599627370496, 1, 'skip', 0, NULL)"
     reads("DROP TABLE shadows; CREATE TABLE shadows(name TEXT, step INTEGER, scale REAL, action " ..

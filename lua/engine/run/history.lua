@@ -266,13 +266,13 @@ end
 -- Returns the first row of a query, or nil.
 local function one(h, ...) return h:query(...)[1] end
 
--- Raises an error unless these fields of a row hold values of `kind` (or nil, if `optional`). The
--- file may be damaged or come from another program.
-local function expect(h, row, kind, fields, optional)
+-- Raises an error unless these fields of a row, which SQL computed, hold numbers (or nil, if
+-- `optional`). The file may be damaged; the core checks the other values (history_query.c).
+local function expect(h, row, fields, optional)
   for _, name in ipairs(fields) do
     local value = row[name]
-    fail_if(type(value) ~= kind and not (optional and value == nil),
-      "history %s is damaged: expected a %s in '%s', got a %s", h.path, kind, name, type(value))
+    fail_if(type(value) ~= "number" and not (optional and value == nil),
+      "history %s is damaged: expected a number in '%s', got a %s", h.path, name, type(value))
   end
   return row
 end
@@ -283,7 +283,7 @@ function History:numbers(fields, sql, ...)
   local following, names = each(self, nil, sql, ...)
   return function()
     local row = following()
-    return row and expect(self, expect(self, row, "number", names, true), "number", fields)
+    return row and expect(self, expect(self, row, names, true), fields)
   end
 end
 
@@ -384,15 +384,14 @@ function step_meta.__tostring(row)
   return show.shown(table.concat(parts, "  "))
 end
 
--- Completes a row of the table `steps`: replaces NULL by what it stands for (M.step_columns). The
--- file may be damaged, so in these columns a value that is not a number counts as NULL.
+-- Completes a row of the table `steps`: replaces NULL by what it stands for (M.step_columns).
 local function step_row(row)
   for _, named in ipairs(M.step_columns) do
     local name, none = named[1], named[2]
-    if none == false then row[name] = type(row[name]) == "number" and row[name] ~= 0
-    elseif none and type(row[name]) ~= "number" then row[name] = none end
+    if none == false then row[name] = (row[name] or 0) ~= 0
+    elseif row[name] == nil then row[name] = none end
   end
-  row.action, row.reason = tostring(row.action), row.reason and tostring(row.reason)
+  row.action = tostring(row.action)
   return setmetatable(row, step_meta)
 end
 
@@ -493,7 +492,7 @@ function History:shadows()
   if not self:has "shadows" then return nothing "(no shadows)" end
   -- `others` leaves out rows that count in none of the sums, because a shadow whose scale moves
   -- has a row for every step
-  local function whole(row) return expect(self, row, "number", { "skipped", "failed" }) end
+  local function whole(row) return expect(self, row, { "skipped", "failed" }) end
   local own = one(self, "SELECT count(*) AS n FROM sqlite_master WHERE name = 'shadows' AND sql " ..
     "LIKE '%bound INTEGER%'").n > 0        -- false in a history of an older engine
   local function sum(condition)
@@ -521,8 +520,7 @@ end
 --- Returns a row for each step at which a shadow's verdict changed: { step, scale, action, failed,
 --- reason, overflow, bound }. A row holds until the next row. overflow (the step overflows at the
 --- shadow's own scale) and bound (counterfactual.lua) are nil in a history of an older engine. A
---- row with the action `stop` and no scale is no verdict: it marks where the run was resumed without
---- the shadow.
+--- row with the action `stop` and no scale is no verdict: the run was resumed without the shadow.
 function History:shadow(name)
   if not self:has "shadows" then return {} end
   return collect(each(self, nil, "SELECT * FROM shadows WHERE name = ? ORDER BY step", name),
@@ -534,8 +532,7 @@ end
 function History:shadows_at(step)
   local list = {}
   if not self:has "shadows" then return list end
-  local function whole(row) return expect(self, row, "string", { "name" }) end
-  for name in each(self, whole, NAMES ..
+  for name in each(self, nil, NAMES ..
     " SELECT name FROM names WHERE name IS NOT NULL ORDER BY name") do
     local row = one(self, "SELECT * FROM shadows WHERE name = ? AND step <= ? " ..
       "ORDER BY step DESC LIMIT 1", name.name, step)
@@ -546,8 +543,7 @@ end
 
 local function published(self, condition, none)
   if not self:has "signals" then return nothing(none) end
-  local function whole(row) return expect(self, row, "string", { "name" }) end
-  return collect(each(self, whole, [[SELECT name, count(*) AS changes, min(value) AS least,
+  return collect(each(self, nil, [[SELECT name, count(*) AS changes, min(value) AS least,
       max(value) AS most,
     (SELECT value FROM signals t WHERE t.name = s.name ORDER BY step DESC LIMIT 1) AS last
         FROM signals s WHERE coalesce(name, '') ]] .. condition .. " GROUP BY name ORDER BY name"),
@@ -567,8 +563,7 @@ function History:logs() return published(self, "GLOB 'log.*'", "(no logs)") end
 function History:signals_at()
   local held = {}
   if not self:has "signals" then return function() return held end end
-  local function whole(row) return expect(self, row, "string", { "name" }) end
-  local next_row = each(self, whole, "SELECT step, name, value FROM signals ORDER BY step, name")
+  local next_row = each(self, nil, "SELECT step, name, value FROM signals ORDER BY step, name")
   local row = next_row()
   return function(step)
     while row and row.step <= step do
@@ -593,13 +588,7 @@ local CHANGES = "SELECT CASE typeof(step) WHEN 'integer' THEN step END AS step, 
 --- line that says so.
 function History:parts()
   local default, problem = formats.of(self:meta().gradients) or formats.of "f16", nil
-  local function whole(row)
-    expect(self, expect(self, row, "string", { "name", "shape" }), "number", { "id" })
-    row.shape = row.shape:gsub(",", " x ")
-    return row
-  end
-  -- an older history has no column `gradient`
-  local rows = collect(each(self, whole, "SELECT * FROM parameters ORDER BY id"))
+  local rows = self:query "SELECT * FROM parameters ORDER BY id"  -- an older one has no `gradient`
   local listed = { __tostring = function(list)
     return table_text(list, { "id", "name", "shape", "gradient" }) .. (problem and "\n" .. problem
       or "")
@@ -610,7 +599,8 @@ function History:parts()
     local part = { first = first, parameters = setmetatable({}, listed), format_of = {} }
     for i, p in ipairs(rows) do
       local format = formats.of(name_of(i)) or default
-      part.parameters[i] = { id = p.id, name = p.name, shape = p.shape, gradient = format.name }
+      part.parameters[i] = { id = p.id, name = p.name, shape = p.shape:gsub(",", " x "),
+        gradient = format.name }
       part.format_of[p.id] = format
       if not part.format or format.limit < part.format.limit then part.format = format end
     end
@@ -718,8 +708,7 @@ function History:layer_scales(id, from, to, most)
     if not row then return nil end
     local stats, n = unpack_stats(row.stats)
     local relative = id < n and stats[id].relative_scale or 0
-    return row.step, expect(self, row, "number", { "scale" }).scale * (relative > 0 and relative
-      or 1)
+    return row.step, (row.scale or 0 / 0) * (relative > 0 and relative or 1)
   end
 end
 

@@ -66,8 +66,8 @@ function M.read(h, site, step)
     or h:query("SELECT *" .. where, #site, site)
   for _, row in ipairs(rows) do
     for i, meter in ipairs(M.names) do
-      if type(row[meter]) ~= "number" then               -- the file may be damaged
-        row[meter] = meter ~= "snr" and meter ~= "least" and i <= MEASURED and 0 / 0 or nil
+      if row[meter] == nil and meter ~= "snr" and meter ~= "least" and i <= MEASURED then
+        row[meter] = 0 / 0
       end
     end
   end

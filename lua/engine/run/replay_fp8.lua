@@ -44,15 +44,9 @@ local function fill(s, row)
   s.sum_squares, s.snr = row.power or 0, row.snr or 0 / 0
 end
 
--- Columns that the table fp8 declares as numbers. h:each raises an error if one of them holds
--- anything but a number or NULL.
-local COLUMNS = { "count", "zeros", "underflow", "overflow", "snr", "peak", "power", "asked" }
-local METERS = "SELECT CAST(step AS INTEGER) AS step, site, role, " ..
-  table.concat(COLUMNS, ", ") .. " FROM fp8 ORDER BY step, site, role"
-
 -- Returns a function from a step to the rows of its meters. Call it with steps that never decrease.
 local function meters_at(h)
-  local following = h:each(METERS)
+  local following = h:each "SELECT * FROM fp8 ORDER BY step, site, role"
   local row, at, held = following(), nil, {}
   return function(step)
     if step == at then return held end
@@ -68,8 +62,7 @@ end
 -- Returns f(rungs, step), which changes `rungs` to the run's rungs after the verdict on that step.
 -- Call it with steps that never decrease. number: the index of each layer, by path.
 local function layers_at(h, number)
-  local following = h:each("SELECT CAST(step AS INTEGER) AS step, data FROM events " ..
-    "WHERE kind = 'layers' ORDER BY id")
+  local following = h:each "SELECT step, data FROM events WHERE kind = 'layers' ORDER BY id"
   local event = following()
   return function(rungs, step)
     while event and event.step <= step do
@@ -91,7 +84,7 @@ local function show(stats, n, run, rows, tensor)
   for k = 0, n - 1 do stats[k].relative_scale = 1 end
   run.amaxes = {}
   for _, row in ipairs(rows) do
-    local k = tensor[tostring(row.site) .. ":" .. tostring(row.role)]
+    local k = tensor[row.site .. ":" .. row.role]
     if k then
       fill(stats[k - 1], row)
       asked[k] = row.asked ~= nil

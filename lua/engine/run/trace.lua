@@ -104,7 +104,7 @@ function M.run(path)
     local i, skips = 0, {}
     for _, event in ipairs(history:events "rollback") do
       local data = tostring(event.data)                    -- old histories lack `verdict`
-      skips[tonumber(data:match '"verdict": *(%d+)') or (event.step or 0) - 1] =
+      skips[tonumber(data:match '"verdict": *(%d+)') or event.step - 1] =
         tonumber(data:match '"skip": *(%d+)')
     end
     for row in history:each("SELECT " .. history:columns(COLUMNS) ..
@@ -112,7 +112,7 @@ function M.run(path)
       if i == n then break end                             -- the run is still writing
       local to = self.rows[i]
       for _, name in ipairs(COLUMNS) do to[name] = tonumber(row[name]) or 0 / 0 end
-      to.back, to.skip = 0 / 0, skips[tonumber(row.step)] or 0 / 0
+      to.back, to.skip = 0 / 0, skips[row.step] or 0 / 0
       to.action, self.hists[i + 1] = C.eng_action_from_name(tostring(row.action)), row.hist
       if self.lagged and to.action >= 0 then               -- old histories have what was asked
         to.action = to.overflow ~= 0 and C.ENG_ACTION_SKIP or C.ENG_ACTION_STEP
@@ -135,7 +135,7 @@ function M.run(path)
     end
     for row in history:each("SELECT DISTINCT step FROM events WHERE kind IN ('checkpoint', " ..
       "'rollback', 'resumed')") do
-      self.settled[row.step or 0] = true
+      self.settled[row.step] = true
     end
     for row in history:each "SELECT step, stats FROM tensor_stats" do
       self.tensors[row.step] = row.stats
