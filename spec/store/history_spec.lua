@@ -305,6 +305,7 @@ describe("history", function()
     h:event(2, "precision", "a", change '"bf16"')
     h:event(4, "precision", "b", change '"f32"')
     h:event(5, "precision", "c", change '"f32","f32"')
+    h:event(6, "precision", "d", '{"to":{}}')
     h:event(7, "precision", "e", "{")
     h:event(8, "precision", "f", change '"bf16"')
     h:close()
@@ -314,7 +315,7 @@ describe("history", function()
     local firsts = {}
     for i, part in ipairs(h:parts()) do firsts[i] = part.first .. " " .. part.format.name end
     assert.are.equal("0 f16, 2 bf16, 8 bf16", table.concat(firsts, ", "))
-    local line = "4 damaged events 'precision' are left out, so formats may be wrong"
+    local line = "formats may be wrong: the history has 5 damaged events 'precision'"
     assert.are.equal(line, h:parts().problem)
     assert.matches(line, h:why(9), 1, true)
     local layers = require("engine.report.layers").read(h, {})

@@ -218,6 +218,7 @@ for _, name in ipairs { "signal", "logs", "add_logs", "printed", "each", "logit_
 end
 function ClassPolicy:group_scale() return self.last end
 function ClassPolicy:scales_groups() return false end
+function ClassPolicy:changed() return "" end
 
 function ClassPolicy:__tostring()
   return ("loss scaler %s (a class): scale %.10g"):format(self.name, self.last)

@@ -209,14 +209,22 @@ end
 --- source.
 function Policy:hash() return ("%08x"):format(C.eng_crc32c(0, self.source, #self.source)) end
 
-function Policy:__tostring()
-  local options = {}
+--- Returns the options that differ from the policy file's defaults, such as "growth_interval=500".
+function Policy:changed()
+  local words = {}
   for _, name in ipairs(self.option_names) do
     local value, preset = self.options[name], self.defaults[name]
-    if value ~= preset then options[#options + 1] = ("%s=%s"):format(name, tostring(value)) end
+    if value ~= preset and (value == value or preset == preset) then
+      words[#words + 1] = name .. "=" .. show.value(value)
+    end
   end
-  return show.shown(("policy %s (%s): scale %.10g%s%s"):format(self.name, self.file, self:scale(),
-    #options > 0 and ", " or "", table.concat(options, " ")))
+  return table.concat(words, " ")
+end
+
+function Policy:__tostring()
+  local changed = self:changed()
+  return show.shown(("policy %s (%s): scale %.10g%s"):format(self.name, self.file, self:scale(),
+    changed ~= "" and ", " .. changed or ""))
 end
 
 -- ------------------------------------------------------------------ loading

@@ -587,18 +587,19 @@ local CHANGES = "SELECT CASE typeof(step) WHEN 'integer' THEN step END AS step, 
 --- If events about such changes are damaged, they are left out, and the list's field `problem` is a
 --- line that says so.
 function History:parts()
-  local default, problem = formats.of(self:meta().gradients) or formats.of "f16", nil
+  local default = formats.of(self:meta().gradients) or formats.of "f16"
   local rows = self:query "SELECT * FROM parameters ORDER BY id"  -- an older one has no `gradient`
+  local parts, known, damaged, own = {}, {}, 0, {}
   local listed = { __tostring = function(list)
-    return table_text(list, { "id", "name", "shape", "gradient" }) .. (problem and "\n" .. problem
-      or "")
+    local text = table_text(list, { "id", "name", "shape", "gradient" })
+    return parts.problem and text .. "\n" .. parts.problem or text
   end }
 
-  -- Returns the part that begins at step `first`. name_of(i): the format of the i-th gradient.
-  local function part_of(first, name_of)
-    local part = { first = first, parameters = setmetatable({}, listed), format_of = {} }
+  -- Returns a part. names: the names of the gradients' formats.
+  local function part_of(names)
+    local part = { first = 0, parameters = setmetatable({}, listed), format_of = {} }
     for i, p in ipairs(rows) do
-      local format = formats.of(name_of(i)) or default
+      local format = formats.of(names[i]) or default
       part.parameters[i] = { id = p.id, name = p.name, shape = p.shape:gsub(",", " x "),
         gradient = format.name }
       part.format_of[p.id] = format
@@ -608,22 +609,20 @@ function History:parts()
     return part
   end
 
-  local parts, known, damaged = { part_of(0, function(i) return rows[i].gradient end) }, {}, 0
+  for i, row in ipairs(rows) do own[i] = row.gradient end
+  parts[1] = part_of(own)
   for event in each(self, nil, CHANGES) do
     local text = event.data or ""
     if known[text] == nil then             -- a run may go back and forth between two recipes
       local good, names = pcall(function() return json.decode(text).to.gradients end)
-      known[text] = good and #names == #rows and part_of(nil, function(i) return names[i] end)
+      known[text] = good and type(names) == "table" and #names == #rows and part_of(names)
     end
     if known[text] and event.step then
       parts[#parts + 1] = merged(known[text], { first = tonumber(event.step) })
     else damaged = damaged + 1 end
   end
-  if damaged > 0 then
-    problem = ("%s 'precision' %s left out, so formats may be wrong"):format(
-      show.counted(damaged, "damaged event"), damaged == 1 and "is" or "are")
-  end
-  parts.problem = problem
+  parts.problem = damaged > 0 and ("formats may be wrong: the history has %s 'precision'"):format(
+    show.counted(damaged, "damaged event")) or nil
   return parts
 end
 
@@ -680,7 +679,7 @@ function History:tensors(step)
   end
   local stats, n = unpack_stats(row.stats)
   local names = {}
-  for _, p in ipairs(self:parameters()) do names[p.id] = p.name end
+  for _, p in ipairs(self:query "SELECT id, name FROM parameters") do names[p.id] = p.name end
   local rows = {}
   for i = 0, n - 1 do
     local s = stats[i]

@@ -280,7 +280,7 @@ function M.why(self, step)
     say_context(self, row, say)
   end
   local problem = self:parts().problem
-  if problem then say("%s.", problem) end
+  if problem then say("The %s.", problem) end
   for event in self:each("SELECT step, kind, text FROM events WHERE step IN (?, ?) ORDER BY id",
     step, step + 1) do
     local apart = between[event.kind]

@@ -3,8 +3,8 @@
 --   local r = engine.replay.run(trace, "dynamic", { init_scale = 256 })
 --   r.scales, r.actions, r.skipped, r.stopped_at ...            -- print(engine.replay.table { r })
 -- The subcommand is cli/replay.lua. replay_fp8.lua replays policies of FP8 layers; trace.lua
--- reconstructs the record of a step at another scale. Called by scripts, tune.lua, verify.lua,
--- swap.lua and cli/replay.lua.
+-- reconstructs the record of a step at another scale. Called by scripts, tune.lua, verify.lua and
+-- cli/replay.lua.
 local M_ffi = require "engine.base.ffi"
 local counterfactual = require "engine.run.counterfactual"
 local json = require "engine.base.json"
@@ -36,7 +36,7 @@ end
 --- Replays a policy (a name, a path, or a policy; options as in engine.policy.load) on a trace.
 --- look: nil, or { before = function(i, policy), after = function(i, record, verdict, mark) }, two
 --- functions that are called around the decision on step i (from 1); mark is marks[i]. Returns
----   name, file, options    the policy
+---   name, file, options    the policy; changed: the options that are not the defaults, as text
 ---   scales[i], actions[i]  the scale after step i, and "step", "skip", "retry", "stop" or
 ---                          "rollback"
 ---   marks[i]               on a run: "exact" or "bound" (explained in counterfactual.lua)
@@ -58,8 +58,8 @@ end
 ---   costs                  { elements, mass, skipped }: mean shares of elements that underflow, of
 ---                          mass lost, and of steps without an update. A step without an update
 ---                          counts as 1 in all three
---- For a policy of FP8 layers, on a run only: name, file, options, marks, logs, certainty, steps,
---- failures and failure as above, and
+--- For a policy of FP8 layers, on a run only: name, file, options, changed, marks, logs, certainty,
+--- steps, failures and failure as above, and
 ---   fp8                    true
 ---   moves                  { step, layers = { [path] = rung }, reason, text } for each verdict
 ---                          that moves layers. Rung 1 is the recipe; the last is high precision
@@ -79,8 +79,8 @@ function M.run(trace, source, options, look)
   local record = ffi.new("eng_record")
   local scales, actions, marks = {}, {}, {}
   local result = { name = policy.name, file = policy.config or policy.file,
-    options = policy.options, option_names = policy.option_names,
-    defaults = policy.defaults, scales = scales, actions = actions, skipped = 0, failures = 0 }
+    options = policy.options, changed = policy:changed(), scales = scales, actions = actions,
+    skipped = 0, failures = 0 }
   if trace.names then
     result.marks, result.certainty = marks, counterfactual.certainty()
     policy:tensors(require("engine.policy.groups").of(trace.names))
@@ -150,26 +150,13 @@ function M.runs_of(list)
   return table.concat(words, " ")
 end
 
---- Returns the options that differ from the policy file's defaults, such as "growth_interval=500".
-local function changed(r)
-  local words = {}
-  for _, name in ipairs(r.option_names or {}) do
-    local value, preset = r.options[name], r.defaults[name]
-    if value ~= preset and (value == value or preset == preset) then
-      words[#words + 1] = name .. "=" .. show.value(value)
-    end
-  end
-  return table.concat(words, " ")
-end
-M.changed = changed
-
 local function percent(x) return x and (x == 0 and "0 %" or ("%.3g %%"):format(100 * x)) or "-" end
 
 -- The columns of a table: { heading, function from a result to its cell, run = true if only replays
 -- of a run have the column }.
 local COLUMNS = {
   { "policy", function(r) return r.name end },
-  { "options", changed },
+  { "options", function(r) return r.changed end },
   { "steps", function(r) return tostring(r.steps) end },
   { "skipped", function(r)
     local c = r.certainty

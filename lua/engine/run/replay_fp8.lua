@@ -111,8 +111,8 @@ local function replay(h, trace, policy)
     or facts.sample == 0 and "no meters" or "exact"
   local needs = bit.band(policy.needs, bit.bnot(C.ENG_NEED_TENSORS))
   local result = { name = policy.name, file = policy.file, options = policy.options,
-    option_names = policy.option_names, defaults = policy.defaults, fp8 = true, marks = {},
-    certainty = counterfactual.certainty(), moves = {}, failures = 0, apart = 0, high = 0 }
+    changed = policy:changed(), fp8 = true, marks = {}, certainty = counterfactual.certainty(),
+    moves = {}, failures = 0, apart = 0, high = 0 }
   local ever = {}
   for i = 1, trace.n do
     local row = trace.rows[i - 1]

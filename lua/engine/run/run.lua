@@ -403,14 +403,13 @@ end
 --- Records a step: record, verdict, per-tensor statistics, tokens, the signals ({ name = number })
 --- that its policy saw, and what its verdict logged (also { name = number }, or nil).
 function Run:append(record, verdict, stats, tokens, signals, logs)
-  local history, events = self.history, self.events
+  local history, events, step = self.history, self.events, tonumber(record.step)
+  local with_tensors = record.overflow ~= 0 or step % self.stats_every == 0
   self.running = true
   signals = with_logs(self, signals, logs)
   if events then
     events:step(record, verdict, tokens, signals)
-    if record.overflow ~= 0 or tonumber(record.step) % self.stats_every == 0 then
-      events:tensors(tonumber(record.step), stats)
-    end
+    if with_tensors then events:tensors(step, stats) end
     self:complain(not events:trouble(), events:trouble())
   end
   if not history then return end
@@ -418,9 +417,8 @@ function Run:append(record, verdict, stats, tokens, signals, logs)
   local recipe = self.trainer.optimizer.precision
   if recipe.checksum and not self.recipes[recipe] then add_recipe(self, recipe) end
   self:complain(history:append(record, verdict, tokens))
-  local step = tonumber(record.step)
   self:append_signals(step, signals)
-  if record.overflow ~= 0 or step % self.stats_every == 0 then
+  if with_tensors then
     self:complain(history:append_tensors(step, stats, #self.trainer.optimizer.list))
   end
   if record.overflow ~= 0 then

@@ -19,7 +19,6 @@
 -- Owned by the trainer, which calls remember() and rejects() after a decision; control.lua calls
 -- after_step().
 local M_ffi = require "engine.base.ffi"
-local changed = require("engine.run.replay").changed
 local json = require "engine.base.json"
 local load = require("engine.policy.policy").load
 local ranks = require "engine.dist.ranks"
@@ -109,7 +108,7 @@ end
 --- options that differ from its defaults.
 function M.described(policy)
   if policy.idle then return { name = policy.name } end
-  local options = changed(policy)
+  local options = policy:changed()
   return { name = policy.name, file = policy.file, hash = policy.hash and policy:hash() or nil,
     options = options ~= "" and options or nil }
 end

@@ -240,8 +240,6 @@ function M.live(dir, list, first)
   return self
 end
 
-local function known(x) return x == x and x or nil end
-
 --- Writes a step: the core's record and verdict, and the signals that the policy saw.
 function Live:step(record, verdict, tokens, signals)
   local now = self.base + self.clock()
@@ -250,7 +248,8 @@ function Live:step(record, verdict, tokens, signals)
   self.before = record.elapsed
   local values = M.step_values({ loss = record.loss, lr = record.lr, scale = record.scale,
     overflow = record.overflow, skipped = verdict.action ~= C.ENG_ACTION_STEP, norm = record.norm,
-    amax = record.amax, norm_ref = known(record.norm_ref), underflow = tonumber(record.underflow),
+    amax = record.amax, underflow = tonumber(record.underflow),
+    norm_ref = record.norm_ref == record.norm_ref and record.norm_ref or nil,
     count = tonumber(record.count), tokens = tokens, seconds = seconds }, signals)
   self.writer:scalars(step, values, now)
   if now - self.flushed >= FLUSH_SECONDS then
