@@ -340,6 +340,8 @@ describe("a run that has not begun", function()
   it("leaves nothing that it created, whatever ends the script", function()
     assert.equal(". ", (files_after "made 'a' made 'q/r' error 'boom'"))
     assert.equal(". ", (files_after "made 'a' made 'a'"))
+    assert.equal(". ", (files_after "made 'a' collectgarbage() collectgarbage() made 'a'"))
+    assert.equal(". ", (files_after "made 'q/r' collectgarbage() collectgarbage()"))
     local left, err = files_after "made('q/r', 'other')"
     assert.equal(". ", left)
     assert.matches("there is no run or checkpoint runs/other", err, 1, true)

@@ -55,47 +55,53 @@ local holders = setmetatable({}, { __mode = "v" })  -- path -> the Run of this p
 
 local function parent(path) return path:match("^(.*)/[^/]*$") or "" end
 
+-- What a run's directory may contain before the run begins. The last entry is the directory itself.
+local UNUSED = { "/history.db-wal", "/history.db-shm", "/history.db", "/checkpoints", "/lock", "" }
+
+-- Releases a lock. made: the outermost folder that was made for a run that never began, or nil.
+-- Removes the folders from `path` up to `made`, unless other files are in them.
+local function leave(lock, path, made)
+  for _, name in ipairs(made and UNUSED or {}) do C.eng_file_remove(path .. name) end
+  while made and #path > #made do
+    path = parent(path)
+    C.eng_file_remove(path)
+  end
+  C.eng_file_unlock(lock[0])
+end
+
 --- Makes the run's directory and locks it. Returns true, or false and a message if the lock is held
 --- by another process or by a run of this process that has begun. If it is held by a run of this
---- process that never began, that run is closed first.
-function Run:take(path)
+--- process that never began, that run is closed first. again: true if this is the second try.
+function Run:take(path, again)
   local other = holders[path]
   if other and not other.running then other:close() end
-  local lock, missing = ffi.new("int[1]", -1), path
-  self.made = nil                      -- the outermost folder that this call makes, or nil
+  local lock, missing, made = ffi.new("int[1]", -1), path, self.made
+  made.folder = nil
   while missing ~= "" and not files.exists(missing) do
-    self.made, missing = missing, parent(missing)
+    made.folder, missing = missing, parent(missing)
   end
   M_ffi.check(C.eng_file_mkdir(path .. "/checkpoints"))
   local status = C.eng_file_lock(lock, path .. "/lock")
-  if status == C.ENG_ERR_STATE and not holders[path] then
+  if status == C.ENG_ERR_STATE and not holders[path] and not again then
     collectgarbage()      -- frees the lock of a Run of this process that nothing refers to any more
     collectgarbage()
-    status = C.eng_file_lock(lock, path .. "/lock")
+    return self:take(path, true)
   end
   if status == C.ENG_ERR_STATE then return false, M_ffi.message() end
   M_ffi.check(status)
-  self.path, self.lock = path, ffi.gc(lock, function(l) C.eng_file_unlock(l[0]) end)
+  self.path, self.lock = path, ffi.gc(lock, function(l) leave(l, path, made.folder) end)
   holders[path] = self
   return true
 end
 
--- What a run's directory may contain before the run begins. The last entry is the directory itself.
-local UNUSED = { "/history.db-wal", "/history.db-shm", "/history.db", "/checkpoints", "/lock", "" }
+--- Marks that the run has begun, so that its directory stays.
+function Run:begin() self.running, self.made.folder = true, nil end
 
 --- Releases the lock. If this run made the directory and never began, also removes the directory,
 --- unless other files are in it.
 function Run:give()
-  if self.lock and self.made and not self.running then
-    for _, name in ipairs(UNUSED) do C.eng_file_remove(self.path .. name) end
-    local path = self.path
-    while #path > #self.made do
-      path = parent(path)
-      C.eng_file_remove(path)
-    end
-  end
   if self.lock then
-    C.eng_file_unlock(ffi.gc(self.lock, nil)[0])
+    leave(ffi.gc(self.lock, nil), self.path, self.made.folder)
     holders[self.path] = nil
   end
   self.lock, self.running = nil, false
@@ -240,8 +246,9 @@ end
 --- Opens a trainer's run. A run with a name gets a new directory, or the directory of the run that
 --- it resumes.
 function M.open(trainer, options)
+  -- made.folder: the outermost folder that this run made, until the run begins
   local self = setmetatable({ trainer = trainer, notes = {}, warnings = {}, complained = {},
-    checkpoint_every = options.checkpoint_every or 0, keep = options.keep or 3,
+    made = {}, checkpoint_every = options.checkpoint_every or 0, keep = options.keep or 3,
     stats_every = options.stats_every or 100, config = options.config, name = options.run,
     wants_history = options.history ~= false, wants_tensorboard = options.tensorboard }, Run)
   local resume = options.resume
@@ -279,13 +286,14 @@ end
 
 --- Opens the files again when a trainer runs again, after an error or for more steps.
 function Run:reopen()
-  self.running = true
   self:open_tensorboard()
-  if not self.path or self.lock or self.follows then return end
-  local good, message = self:take(self.path)
-  fail_if(not good, "%s is being written by another run: %s; hint: wait until that run ends",
-    self.path, message)
-  self:open_history(true)
+  if self.path and not self.lock and not self.follows then
+    local good, message = self:take(self.path)
+    fail_if(not good, "%s is being written by another run: %s; hint: wait until that run ends",
+      self.path, message)
+    self:open_history(true)
+  end
+  self:begin()
 end
 
 -- Returns a JSON object about the start of this process, for `engine replay --verify`: the script,
@@ -405,7 +413,7 @@ end
 function Run:append(record, verdict, stats, tokens, signals, logs)
   local history, events, step = self.history, self.events, tonumber(record.step)
   local with_tensors = record.overflow ~= 0 or step % self.stats_every == 0
-  self.running = true
+  self:begin()
   signals = with_logs(self, signals, logs)
   if events then
     events:step(record, verdict, tokens, signals)
