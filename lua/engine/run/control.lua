@@ -67,13 +67,12 @@ end
 
 -- ------------------------------------------------------------------ settings
 
-local function positive(x) return type(x) == "number" and x > 0 and x < math.huge end
-local function not_negative(x) return type(x) == "number" and x >= 0 and x < math.huge end
 local function count(x) return type(x) == "number" and x >= 0 and x % 1 == 0 and x < 2 ^ 53 end
 
 -- Returns the setting for one of the trainer's limits, such as clip. The value 0 means no limit.
 local function limit(field)
-  return { "a finite number of 0 or more (0: no limit)", not_negative,
+  return { "a finite number of 0 or more (0: no limit)",
+    function(x) return type(x) == "number" and x >= 0 and x < math.huge end,
     function(t) return t[field] or 0 end, function(t, x) t[field] = x > 0 and x or nil end,
     kept = true, none = "no limit" }
 end
@@ -94,7 +93,7 @@ end
 -- show = a function that returns a value as text }
 local settings = {
   lr = { "a positive number up to 3.4e38, or 'schedule'",
-    function(x) return positive(x) and x < 2 ^ 128 or x == "schedule" end,
+    function(x) return type(x) == "number" and x > 0 and x < 2 ^ 128 or x == "schedule" end,
     function(t) return t.fixed_lr or t.schedule and "schedule" or t.optimizer.lr end,
     function(t, x)
       t.fixed_lr = x ~= "schedule" and x or nil
