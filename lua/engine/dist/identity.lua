@@ -62,11 +62,10 @@ return function(trainer, o, shape_of, apart)
     add("setting", setting[1] .. "=" .. tostring(setting[2]))
   end
   add("policy", policy_text(trainer.policy))
-  local shadows, sites = trainer.shadows or { list = {}, layers = {} }, opt.fp8
-  for _, list in ipairs { shadows.list, shadows.layers } do
-    for _, s in ipairs(list) do add("shadow", policy_text(s.policy)) end
+  for _, s in ipairs(trainer.shadows and trainer.shadows.all or {}) do
+    add("shadow", policy_text(s.policy))
   end
-  for _, policy in ipairs(sites and sites.policies or {}) do
+  for _, policy in ipairs(opt.fp8 and opt.fp8.policies or {}) do
     add("FP8 policy", policy_text(policy))
   end
   add("model", model_text(trainer.model, opt.list, shape_of))

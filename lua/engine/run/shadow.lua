@@ -56,7 +56,8 @@ function M.new(trainer, shadow)
   arguments.want_list(shadow, "trainer", "shadow", '{ "dynamic", "max_value" }')
   if #shadow == 0 then return nil end
   local sites = trainer.optimizer.fp8
-  local self = setmetatable({ trainer = trainer, list = {}, layers = {}, needs = 0,
+  -- all: every shadow; layers: those of FP8 layers; list: the others
+  local self = setmetatable({ trainer = trainer, all = {}, list = {}, layers = {}, needs = 0,
     record = ffi.new("eng_record") }, Shadows)
   local taken, seen = {}, {}
   for _, source in ipairs(shadow) do
@@ -70,8 +71,9 @@ function M.new(trainer, shadow)
       policy.name)
     -- steps: the number of steps that the shadow saw; run_skipped: how many of them the run skipped
     local one = { name = name_of(source, policy, taken), policy = policy, steps = 0,
-      run_skipped = 0, skipped = 0, overflows = 0, failed = 0, apart = 0, most = 0,
+      run_skipped = 0, skipped = 0, failed = 0, apart = 0, most = 0,
       certainty = counterfactual.certainty() }
+    self.all[#self.all + 1] = one
     if policy.fp8 then
       sites.seats[1]:prepare(policy)
       sites:use(true)
@@ -165,7 +167,6 @@ function Shadows:observe(s, record, stats, verdict, updated, run)
       (asked == C.ENG_ACTION_ROLLBACK) ~= trainer:asks(verdict, C.ENG_ACTION_ROLLBACK))
     if own.failed ~= 0 then count_failure(self, one, step, own:why(), run) end
     if own.action ~= C.ENG_ACTION_STEP then one.skipped = one.skipped + 1 end
-    if over then one.overflows = one.overflows + 1 end
     local apart = math.log(own.scale / verdict.scale) / math.log(2)
     one.apart, one.most = one.apart + math.abs(apart), math.max(one.most, math.abs(apart))
     if run.history and (own.scale ~= one.scale or own.action ~= one.action
@@ -234,8 +235,8 @@ function Shadows:text()
   for i = 1, math.min(3, #self.layers) do
     local moved = fp8_verdict.moved(sites.paths, sites:places().rungs, self.layers[i].rungs)
     local n = #require("engine.base.nearest").keys(moved or {})
-    places[i] = ("shadow %s: %d layer%s on another rung than in the run"):format(
-      self.layers[i].name, n, n == 1 and "" or "s")
+    places[i] = ("shadow %s: %s on another rung than in the run"):format(self.layers[i].name,
+      show.counted(n, "layer"))
   end
   for i = 1, math.min(3, #self.list) do
     local s = self.list[i]
@@ -284,18 +285,12 @@ function Shadows:lines()
 end
 
 -- The fields of a shadow that a checkpoint stores, besides the policy's state.
-local KEPT = { "steps", "run_skipped", "skipped", "overflows", "failed", "why", "apart", "most",
+local KEPT = { "steps", "run_skipped", "skipped", "failed", "why", "apart", "most",
   "scale", "action", "was_failed", "over", "bound", "certainty", "rungs" }
-
-local function all(self)
-  local list = { unpack(self.list) }
-  for _, s in ipairs(self.layers) do list[#list + 1] = s end
-  return list
-end
 
 --- Returns whether one of the shadows has this name.
 function Shadows:has(name)
-  for _, s in ipairs(all(self)) do
+  for _, s in ipairs(self.all) do
     if s.name == name then return true end
   end
   return false
@@ -304,7 +299,7 @@ end
 --- Returns the state of the shadows for a checkpoint.
 function Shadows:state()
   local state = { largest = self.largest, list = {} }
-  for i, s in ipairs(all(self)) do
+  for i, s in ipairs(self.all) do
     local kept = { name = s.name, policy = s.policy.name, state = s.policy:save() }
     for _, key in ipairs(KEPT) do kept[key] = s[key] end
     state.list[i] = kept
@@ -329,7 +324,7 @@ end
 --- the shadows whose saved state cannot be restored to `notes`.
 function Shadows:restore(saved, notes)
   local sites = self.trainer.optimizer.fp8
-  for _, s in ipairs(all(self)) do
+  for _, s in ipairs(self.all) do
     local found
     for i, old in ipairs(saved.list) do
       if old.name == s.name and old.policy == s.policy.name then

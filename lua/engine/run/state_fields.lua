@@ -52,7 +52,7 @@ local policy = record {
 local shadow = record {
   name = text, policy = text, state = text, why = optional(text),
   steps = optional(count), run_skipped = optional(count),
-  skipped = optional(count), overflows = optional(count), failed = optional(count),
+  skipped = optional(count), failed = optional(count),
   apart = optional(amount), most = optional(amount), scale = optional(amount),
   action = optional(count), was_failed = optional(count), over = optional(flag),
   bound = optional(flag), rungs = optional(list(count)),
