@@ -225,6 +225,28 @@ describe("a bad policy", function()
     assert.matches("late.lua:2: too late", events("swap_refused")[1].text, 1, true)
   end)
 
+  it("that fails at first, after another that never decided, brings the proven one back", function()
+    local function late(name)
+      return { file = name, source = ([[return { name = "%s",
+        init = function() return { scale = 8 } end, decide = function(state, record)
+          if record.step >= 6 then error("too late") end
+          return state.scale
+        end }]]):format(name) }
+    end
+    for _, undo in ipairs { false, true } do
+      local traced, trainer = trace({ steps = 20, policy = policy_file(DYNAMIC),
+        policy_options = OPTIONS }, function(t, step)
+        if step ~= 6 then return end
+        assert(t.policy:swap(late "b"))
+        assert(t.policy:swap(late "c"))
+        if undo then assert(t.policy:undo()) end
+      end)
+      assert.equal(plain, traced)
+      assert.equal("dynamic", trainer.policy.name)
+      assert.is_nil((trainer.policy:undo()))
+    end
+  end)
+
   it("that fails at first gives the old policy the step's signals, and says if caps stay",
     function()
       local reads = [[return { name = "reads", init = function() return { scale = 8 } end,

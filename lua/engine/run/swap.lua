@@ -68,8 +68,8 @@ function M.new(trainer, options)
   local sites = trainer.optimizer.fp8
   for i, seat in ipairs { trainer, unpack(sites and sites.seats or {}) } do
     -- asked: the policy that the script requested, as data; swaps: the number of swaps in this
-    -- seat; probation: the previous policy, until the new policy has made a decision; stamp: the
-    -- time stamp of the policy's file; pending_stamp: a new time stamp that was seen only once;
+    -- seat; probation: the last policy that decided, until the current one has decided once; stamp:
+    -- the time stamp of the policy's file; pending_stamp: a new time stamp that was seen only once;
     -- gone: the policy whose missing file was reported
     self.seats[i] = { seat = seat, swaps = 0, asked = M.described(seat.policy) }
     -- users edit policy files, so a file with another text still counts as the one requested
@@ -295,7 +295,7 @@ local function attempt(self, source, options, by, entry)
     local old = seat.policy
     problem = objection(self, problem_of(function() fresh:take_over(old) end))
     if problem then return refuse(self, entry, what, by, problem) end
-    entry.probation = old
+    entry.probation = entry.probation or old
     put(self, entry, fresh, by, type(source) == "table" and not source.of_the_file)
     self.former[#self.former + 1] = { entry = entry, policy = old }
     if #self.former > MOST_UNDO then table.remove(self.former, 1) end
@@ -341,7 +341,7 @@ function Swap:undo(by, entry)
   end
   local last = table.remove(self.former, at)
   finish_step_in_flight(self)
-  last.entry.probation = nil
+  if last.policy == last.entry.probation then last.entry.probation = nil end
   put(self, last.entry, last.policy, "undone by " .. (by or "the script"), true)
   local path, line = last.policy.path, nil
   if path and read(path) ~= last.policy.source then
@@ -385,9 +385,9 @@ function Swap:rejects(seat, record, verdict)
   self:hold(entry, true)
   for i = #self.former, 1, -1 do
     local former = self.former[i]
-    if former.entry == entry and former.policy == old then
+    if former.entry == entry then
       table.remove(self.former, i)
-      break
+      if former.policy == old then break end
     end
   end
   refuse(self, entry, label(policy), "its first decision", problem)
