@@ -16,8 +16,8 @@
 --   ask(policy, record)           returns the verdict of a policy on a record, with the last
 --                                 statistics per tensor
 --   refuses(policy, trainer)      returns why this run cannot use a policy, or nil
--- Owned by the trainer. trainer.lua and fp8_sites.lua call rejects() after a decision; control.lua
--- calls after_step().
+-- Owned by the trainer. Called by trainer.lua and train/fp8_sites.lua after a decision, and by
+-- control.lua between two steps.
 local M_ffi = require "engine.base.ffi"
 local json = require "engine.base.json"
 local load = require("engine.policy.policy").load
