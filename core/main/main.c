@@ -63,24 +63,24 @@ static void complain(const char *message)
   fflush(stderr);
 }
 
-static bool is_plumbing(const char *frame, size_t length)
+static bool is_plumbing(const char *frame)
 {
   static const char *const names[] = {"[C]: in function 'error'", "[C]: in function 'pcall'",
                                       "[C]: in function 'xpcall'"};
   for (size_t i = 0; i < sizeof names / sizeof *names; i++)
-    if (length == strlen(names[i]) && memcmp(frame, names[i], length) == 0) return true;
+    if (strncmp(frame, names[i], strlen(names[i])) == 0) return true;
   return false;
 }
 
-// Pushes `text`, a message with its traceback, shortened for the script's author. If the traceback
-// has frames of the engine's own files, drops them and those of error, pcall and xpcall. Then drops
-// the whole traceback if it only repeats the message's position, or if the message names a file
-// (such as a policy) that has no frame in it. A traceback without own frames stays complete, and so
-// does a message about the engine's own files.
+// Pushes `text`, a message with its traceback, shortened for the script's author. Drops the frames
+// of the engine's own files and of error, pcall and xpcall. Then drops the whole traceback if it
+// only repeats the message's position. Also drops it if it had own frames and the message names a
+// file (such as a policy) that has no frame in it. A message about the engine's own files keeps its
+// complete traceback.
 static void push_trimmed(lua_State *L, const char *text)
 {
   static const char head[] = "\nstack traceback:";
-  const char *trace = strstr(text, head), *end = text + strlen(text);
+  const char *trace = strstr(text, head);
   if (!trace || is_own_place(text, strcspn(text, "\n"))) { lua_pushstring(L, text); return; }
   luaL_Buffer kept;
   luaL_buffinit(L, &kept);
@@ -88,22 +88,22 @@ static void push_trimmed(lua_State *L, const char *text)
   // own: length of the message's position, "file.lua:" or "file.lua:LINE:"
   size_t dropped = 0, others = 0, own = strcspn(text, " \n");
   bool elsewhere = own >= 5 && text[own - 1] == ':' && memmem(text, own, ".lua:", 5);
-  for (const char *line = trace + strlen(head); line < end;) {
-    const char *frame = line + strspn(line, "\n\t"), *stop = frame + strcspn(frame, "\n");
-    size_t length = (size_t)(stop - frame), place = strcspn(frame, " ");     // "file:line:"
+  for (const char *line = trace + strlen(head), *stop; *line; line = stop) {
+    const char *frame = line + strspn(line, "\n\t"), *in = strstr(frame, ": in ");
+    size_t length = strcspn(frame, "\n"), place = in ? (size_t)(in + 1 - frame) : length;
+    stop = frame + length;                                   // place: length of "file:line:"
     if (place == own && strncmp(text, frame, own) == 0) elsewhere = false;
     if (is_own_place(frame, length)) {
       dropped++;
-    } else if (!is_plumbing(frame, length)) {
+    } else if (!is_plumbing(frame)) {
       if (others > 0 || strncmp(text, frame, place) != 0) others++;
       luaL_addlstring(&kept, line, (size_t)(stop - line));
     }
-    line = stop;
   }
   luaL_pushresult(&kept);
-  if (dropped > 0 && others > 0 && !elsewhere) return;
+  if (others > 0 && !(dropped > 0 && elsewhere)) return;
   lua_pop(L, 1);
-  lua_pushlstring(L, text, dropped > 0 ? (size_t)(trace - text) : (size_t)(end - text));
+  lua_pushlstring(L, text, (size_t)(trace - text));
 }
 
 static bool keeps_locals;      // -i: after a script, the REPL sees the locals of its main chunk
