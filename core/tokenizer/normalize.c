@@ -65,22 +65,19 @@ static eng_status compose(step *s, buffer *out, const char *text, int64_t size, 
       buffer_add(out, text + end, at - end);
       continue;
     }
-    int64_t room = (end - start) * 2 + 32;
-    for (;;) {
+    utf8proc_ssize_t room, got = (end - start) * 2 + 32;
+    do {
+      room = got;
       if (!ARRAY_GROW(s->points, s->room, room)) return no_memory();
-      utf8proc_ssize_t got = utf8proc_decompose((const utf8proc_uint8_t *)text + start, end - start,
-                                                s->points, room, (utf8proc_option_t)options);
-      if (got > room) { room = got; continue; }
-      if (got >= 0) {
-        got = utf8proc_normalize_utf32(s->points, got, (utf8proc_option_t)options);
-        for (utf8proc_ssize_t i = 0; i < got; i++) {
-          char *to = buffer_more(out, 4);
-          if (to) out->size += utf8_put(to, (uint32_t)s->points[i]);
-        }
-      }
-      FAIL_IF(got < 0, ENG_ERR_LIBRARY, "tokenizer: libutf8proc cannot normalize the text: %s",
-              utf8proc_errmsg(got));
-      break;
+      got = utf8proc_decompose((const utf8proc_uint8_t *)text + start, end - start, s->points, room,
+                               (utf8proc_option_t)options);
+    } while (got > room);
+    if (got >= 0) got = utf8proc_normalize_utf32(s->points, got, (utf8proc_option_t)options);
+    FAIL_IF(got < 0, ENG_ERR_LIBRARY, "tokenizer: libutf8proc cannot normalize the text: %s",
+            utf8proc_errmsg(got));
+    for (utf8proc_ssize_t i = 0; i < got; i++) {
+      char *to = buffer_more(out, 4);
+      if (to) out->size += utf8_put(to, (uint32_t)s->points[i]);
     }
     buffer_add(out, text + end, at - end);
   }

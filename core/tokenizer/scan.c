@@ -120,12 +120,6 @@ static int64_t llama3(text t, int64_t at, int digits)
   return white(t, at);
 }
 
-static bool ascii_punctuation(char c)
-{
-  return c > ' ' && c < 0x7F && !(c >= '0' && c <= '9') && !(c >= 'A' && c <= 'Z') &&
-         !(c >= 'a' && c <= 'z');
-}
-
 static bool ascii_letter(char c) { return (c >= 'A' && c <= 'Z') || (c >= 'a' && c <= 'z'); }
 
 // [!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|
@@ -134,12 +128,12 @@ static bool ascii_letter(char c) { return (c >= 'A' && c <= 'Z') || (c >= 'a' &&
 static int64_t deepseek(text t, int64_t at)
 {
   enum { WORD = UC_LETTER | UC_MARK_NOW, SIGN = UC_PUNCTUATION_NOW | UC_SYMBOL };
-  if (ascii_punctuation(t.data[at]) && at + 1 < t.size && ascii_letter(t.data[at + 1])) {
+  int n, m;
+  uint16_t bits = class_at(t, at, &n), next = class_at(t, at + n, &m);
+  if (n == 1 && (bits & UC_PUNCTUATION) && m == 1 && ascii_letter(t.data[at + 1])) {
     for (at++; at < t.size && ascii_letter(t.data[at]);) at++;
     return at;
   }
-  int n, m;
-  uint16_t bits = class_at(t, at, &n), next = class_at(t, at + n, &m);
   if (bits & WORD) return run_of(t, at + n, WORD);
   if (!(bits & SIGN) && !line_end(t, at) && (next & WORD)) return run_of(t, at + n + m, WORD);
   bool blank = t.data[at] == ' ';

@@ -2,55 +2,26 @@
 // previous step made, and encodes the resulting words. Called by tokenizer.c.
 #include "tokenizer.h"
 
-// A stretch of the text, and whether the pattern matched it.
+// A stretch of the text: a match, or the text between two matches.
 typedef struct stretch { int64_t start, end; bool match; } stretch;
 
-typedef struct cursor {
-  const step *s;
-  const char *text;
-  int64_t     size, at, start, end;     // start, end: the next match, if `found`
-  bool        found;
-} cursor;
-
-static void cursor_find(cursor *c)
-{
-  const step *s = c->s;
-  c->found = pattern_next((int)(s->flags >> 4), s->a, s->a_size, c->text, c->size, c->at, &c->start,
-                          &c->end);
-}
-
-// Sets *out to the next stretch, which is a match or lies between two matches. Returns false at the
-// end of the text. There is no empty stretch between adjacent matches.
-static bool cursor_next(cursor *c, stretch *out)
-{
-  if (c->at >= c->size) return false;
-  bool invert = (c->s->flags & 8) != 0;
-  if (c->found && c->start == c->at) {
-    *out = (stretch){ c->start, c->end, !invert };
-    c->at = c->end;
-    cursor_find(c);
-  } else {
-    *out = (stretch){ c->at, c->found ? c->start : c->size, invert };
-    c->at = out->end;
-  }
-  return true;
-}
-
 static eng_status emit(eng_tokenizer *t, int from, const char *text, stretch s, bool first)
-{
-  if (s.end == s.start) return ENG_OK;
-  return split_run(t, from, text + s.start, s.end - s.start, first && s.start == 0);
-}
+{ return split_run(t, from, text + s.start, s.end - s.start, first && s.start == 0); }
 
 static eng_status split(eng_tokenizer *t, int from, const char *text, int64_t size, bool first)
 {
-  cursor c = { .s = &t->split.list[from - 1], .text = text, .size = size };
-  cursor_find(&c);
-  int behavior = (int)c.s->flags & 7;
-  stretch now, held = { 0, 0, false };       // held: the stretch that is not yet emitted
-  bool before = false;                       // whether the previous stretch matched
-  while (cursor_next(&c, &now)) {
-    bool join = false;                       // `now` extends `held`
+  const step *s = &t->split.list[from - 1];
+  int behavior = (int)s->flags & 7;
+  bool invert = (s->flags & 8) != 0, before = false;   // before: the previous stretch matched
+  int64_t start = 0, end = 0;                          // the pattern's match at or after `at`
+  stretch now, held = { 0, 0, false };                 // held: the stretch that is not yet emitted
+  for (int64_t at = 0; at < size; at = now.end) {
+    if (at == end && !pattern_next((int)(s->flags >> 4), s->a, s->a_size, text, size, at, &start,
+                                   &end))
+      start = end = size;
+    // there is no empty stretch between adjacent matches
+    now = start > at ? (stretch){ at, start, invert } : (stretch){ at, end, !invert };
+    bool join = false;                                 // `now` extends `held`
     switch (behavior) {
     case ENG_SPLIT_REMOVED:
       if (now.match) now.start = now.end;

@@ -4,76 +4,6 @@
 
 #include <stdlib.h>
 
-// ---- texts
-
-// Returns the index of a text, or -1.
-static int64_t number_of(const texts *table, const char *text, int64_t size)
-{
-  if (table->room == 0) return -1;
-  uint64_t hash = eng_hash64(text, size), high = hash & ~0xFFFFFFFFull;
-  for (uint64_t slot = hash;; slot++) {
-    uint64_t entry = table->slots[slot & (uint64_t)(table->room - 1)];
-    if (entry == 0) return -1;
-    int64_t number = (int64_t)(entry & 0xFFFFFFFFu) - 1;
-    if ((entry & ~0xFFFFFFFFull) == high && table->list[number].size == size &&
-        memcmp(table->pool.data + table->list[number].at, text, (size_t)size) == 0)
-      return number;
-  }
-}
-
-int64_t texts_find(const texts *table, const char *text, int64_t size)
-{
-  int64_t number = number_of(table, text, size);
-  return number < 0 ? -1 : (int64_t)table->list[number].value;
-}
-
-static bool texts_grow(texts *table)
-{
-  int64_t room = table->room ? table->room * 2 : 1024;
-  uint64_t *slots = calloc((size_t)room, sizeof *slots);
-  if (!slots) return false;
-  for (int64_t i = 0; i < table->room; i++) {
-    uint64_t entry = table->slots[i];
-    if (entry == 0) continue;
-    const struct text_entry *known = &table->list[(entry & 0xFFFFFFFFu) - 1];
-    uint64_t slot = eng_hash64(table->pool.data + known->at, known->size);
-    while (slots[slot & (uint64_t)(room - 1)]) slot++;
-    slots[slot & (uint64_t)(room - 1)] = entry;
-  }
-  free(table->slots);
-  table->slots = slots;
-  table->room = room;
-  return true;
-}
-
-bool texts_set(texts *table, const char *text, int64_t size, uint32_t value)
-{
-  int64_t number = number_of(table, text, size);
-  if (number >= 0) {
-    table->list[number].value = value;
-    return true;
-  }
-  if (table->count * 2 >= table->room && !texts_grow(table)) return false;
-  if (!ARRAY_GROW(table->list, table->list_room, table->count + 1)) return false;
-  table->list[table->count] = (struct text_entry){ table->pool.size, (int32_t)size, value };
-  buffer_add(&table->pool, text, size);
-  if (table->pool.failed) return false;
-  uint64_t hash = eng_hash64(text, size), slot = hash;
-  while (table->slots[slot & (uint64_t)(table->room - 1)]) slot++;
-  table->count++;
-  table->slots[slot & (uint64_t)(table->room - 1)] = (hash & ~0xFFFFFFFFull) |
-                                                     (uint64_t)table->count;
-  return true;
-}
-
-void texts_free(texts *table)
-{
-  buffer_free(&table->pool);
-  free(table->slots);
-  free(table->list);
-  *table = (texts){ 0 };
-}
-
 // ---- pairs
 
 static void pairs_put(pair *slots, int64_t room, pair entry)
@@ -111,6 +41,52 @@ void pairs_free(pairs *table)
 {
   free(table->slots);
   *table = (pairs){ 0 };
+}
+
+// ---- texts
+
+// Returns the index of a text, or -1. *key becomes the text's key in table->index: its hash or, if
+// that is the key of another text, the next number that is not.
+static int64_t index_of(const texts *table, const char *text, int64_t size, uint64_t *key)
+{
+  *key = eng_hash64(text, size) >> 1;        // never ~0, which is not a key
+  for (const pair *p; (p = pairs_find(&table->index, *key)) != NULL; ++*key) {
+    const struct text_entry *e = &table->list[p->id];
+    if (e->size == size && memcmp(table->pool.data + e->at, text, (size_t)size) == 0)
+      return p->id;
+  }
+  return -1;
+}
+
+int64_t texts_find(const texts *table, const char *text, int64_t size)
+{
+  uint64_t key;
+  int64_t index = index_of(table, text, size, &key);
+  return index < 0 ? -1 : (int64_t)table->list[index].value;
+}
+
+bool texts_set(texts *table, const char *text, int64_t size, uint32_t value)
+{
+  uint64_t key;
+  int64_t index = index_of(table, text, size, &key);
+  if (index >= 0) {
+    table->list[index].value = value;
+    return true;
+  }
+  if (!ARRAY_GROW(table->list, table->room, table->count + 1)) return false;
+  table->list[table->count] = (struct text_entry){ table->pool.size, (int32_t)size, value };
+  buffer_add(&table->pool, text, size);
+  if (table->pool.failed || !pairs_set(&table->index, key, 0, (uint32_t)table->count)) return false;
+  table->count++;
+  return true;
+}
+
+void texts_free(texts *table)
+{
+  buffer_free(&table->pool);
+  pairs_free(&table->index);
+  free(table->list);
+  *table = (texts){ 0 };
 }
 
 // ---- trie

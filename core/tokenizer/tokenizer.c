@@ -92,8 +92,10 @@ static eng_status built(const eng_tokenizer *t)
     "decode while it is being built; hint: call eng_tokenizer_ready first");
 }
 
-// Checks an id and a token's text, and makes room for the id.
-static eng_status accept(eng_tokenizer *t, int64_t id, const char *text, int64_t size)
+// Checks an id and a token's text, and makes room for the id. `known`: the id of the token that has
+// this text already, or -1.
+static eng_status accept(eng_tokenizer *t, int64_t id, const char *text, int64_t size,
+                         int64_t known)
 {
   ENG_TRY(building(t));
   FAIL_IF(id < 0 || id > ENG_TOKENS_MAX_ID, ENG_ERR_FORMAT, "tokenizer: token '%.*s' has the id "
@@ -112,6 +114,11 @@ static eng_status accept(eng_tokenizer *t, int64_t id, const char *text, int64_t
     }
     t->room_ids = room;
   }
+  FAIL_IF(known >= 0 && known != id, ENG_ERR_FORMAT, "tokenizer: token '%.*s' has two ids, %lld "
+          "and %lld", shown(size), text, (long long)known, (long long)id);
+  FAIL_IF(known < 0 && t->by_id[id].at >= 0, ENG_ERR_FORMAT,
+          "tokenizer: the id %lld belongs to two tokens, '%.*s' and '%.*s'", (long long)id,
+          shown(t->by_id[id].size), t->names.data + t->by_id[id].at, shown(size), text);
   if (id >= t->size) t->size = id + 1;
   return ENG_OK;
 }
@@ -153,14 +160,9 @@ static double score_of(double score)
 eng_status eng_tokenizer_token(eng_tokenizer *t, int64_t id, const char *text, int64_t size,
                                double score)
 {
-  ENG_TRY(accept(t, id, text, size));
-  int64_t other = texts_find(&t->vocab, text, size);
-  if (other >= 0 && t->model != ENG_TOKENS_UNIGRAM)   // unigram: the last id of a text is used
-    return error_set(ENG_ERR_FORMAT, "tokenizer: token '%.*s' has two ids, %lld and %lld",
-                     shown(size), text, (long long)other, (long long)id);
-  FAIL_IF(t->by_id[id].at >= 0, ENG_ERR_FORMAT,
-          "tokenizer: the id %lld belongs to two tokens, '%.*s' and '%.*s'", (long long)id,
-          shown(t->by_id[id].size), t->names.data + t->by_id[id].at, shown(size), text);
+  // in unigram several ids may have the same text; the last one is used
+  int64_t known = t->model == ENG_TOKENS_UNIGRAM ? -1 : texts_find(&t->vocab, text, size);
+  ENG_TRY(accept(t, id, text, size, known == id ? -1 : known));
   FAIL_IF(!(fabs(score) < 1e300), ENG_ERR_FORMAT, "tokenizer: token '%.*s': expected a score "
           "above -1e300 and below 1e300, got %g", shown(size), text, score);
   ENG_TRY(name_token(t, id, text, size));
@@ -197,14 +199,9 @@ eng_status eng_tokenizer_merge(eng_tokenizer *t, const char *left, int64_t left_
 eng_status eng_tokenizer_added(eng_tokenizer *t, int64_t id, const char *text, int64_t size,
                                int flags)
 {
-  ENG_TRY(accept(t, id, text, size));
   FAIL_IF(size == 0, ENG_ERR_FORMAT, "tokenizer: added token %lld has no text", (long long)id);
   int64_t known = texts_find(&t->all, text, size);
-  FAIL_IF(known >= 0 && known != id, ENG_ERR_FORMAT, "tokenizer: token '%.*s' has two ids, %lld "
-          "and %lld", shown(size), text, (long long)known, (long long)id);
-  FAIL_IF(known < 0 && t->by_id[id].at >= 0, ENG_ERR_FORMAT,
-          "tokenizer: the id %lld belongs to two tokens, '%.*s' and '%.*s'", (long long)id,
-          shown(t->by_id[id].size), t->names.data + t->by_id[id].at, shown(size), text);
+  ENG_TRY(accept(t, id, text, size, known));
   FAIL_IF(t->by_id[id].added, ENG_ERR_FORMAT,
           "tokenizer: token '%.*s' is added twice", shown(size), text);
   if (known < 0) ENG_TRY(name_token(t, id, text, size));

@@ -72,23 +72,8 @@ bool utf8_repair(buffer *out, const char *text, int64_t size);
 
 // ---- table.c
 
-/// A hash table from texts to values. The texts have indices from 0, in order of insertion.
-typedef struct texts {
-  buffer    pool;
-  uint64_t *slots;             // hash in the upper half, 1 + index in the lower; 0: empty
-  int64_t   room, count;
-  // [index] the text's offset in the pool, its size in bytes, and its value
-  struct text_entry { int64_t at; int32_t size; uint32_t value; } *list;
-  int64_t   list_room;
-} texts;
-/// Returns the value of a text, or -1.
-int64_t texts_find(const texts *table, const char *text, int64_t size);
-/// Sets the value of a text and adds the text if it is new. Returns false if memory runs out.
-bool    texts_set(texts *table, const char *text, int64_t size, uint32_t value);
-void    texts_free(texts *table);
-
 /// A hash table from 64-bit keys to two values. A key is a pair: two token ids (merges), two
-/// characters (bigrams), or a node and a byte (edges of a trie).
+/// characters (bigrams), or a node and a byte (edges of a trie). In `texts` it comes from a hash.
 typedef struct pair { uint64_t key; uint32_t rank, id; } pair;
 typedef struct pairs { pair *slots; int64_t room, count; } pairs;
 static inline uint64_t mix(uint64_t key)
@@ -109,6 +94,20 @@ static inline const pair *pairs_find(const pairs *table, uint64_t key)
 /// Adds or replaces an entry. Returns false if memory runs out.
 bool pairs_set(pairs *table, uint64_t key, uint32_t rank, uint32_t id);
 void pairs_free(pairs *table);
+
+/// A hash table from texts to values. The texts have indices from 0, in order of insertion.
+typedef struct texts {
+  buffer  pool;
+  pairs   index;               // from a hash of a text to its index, as `id`
+  // [index] the text's offset in the pool, its size in bytes, and its value
+  struct text_entry { int64_t at; int32_t size; uint32_t value; } *list;
+  int64_t count, room;
+} texts;
+/// Returns the value of a text, or -1.
+int64_t texts_find(const texts *table, const char *text, int64_t size);
+/// Sets the value of a text and adds the text if it is new. Returns false if memory runs out.
+bool    texts_set(texts *table, const char *text, int64_t size, uint32_t value);
+void    texts_free(texts *table);
 
 /// A trie of bytes; node 0 is the root. The edge from a node to a child has the key node << 8 |
 /// byte, and its `id` is the child. A node's value is -1 if no text ends there.

@@ -22,27 +22,18 @@ static bool enclosed(uint32_t c)
 
 static uint16_t class_of(uint32_t c)
 {
+  const char *category = utf8proc_category_string((utf8proc_int32_t)c);    // such as "Lu"
+  char kind = category[1];
   uint16_t bits = 0;
-  switch (utf8proc_category((utf8proc_int32_t)c)) {
-  case UTF8PROC_CATEGORY_LU: case UTF8PROC_CATEGORY_LL: case UTF8PROC_CATEGORY_LT:
-  case UTF8PROC_CATEGORY_LM: case UTF8PROC_CATEGORY_LO: bits = UC_LETTER | UC_WORD; break;
-  case UTF8PROC_CATEGORY_ND: case UTF8PROC_CATEGORY_NL: bits = UC_NUMBER | UC_WORD; break;
-  case UTF8PROC_CATEGORY_NO: bits = UC_NUMBER; break;
-  case UTF8PROC_CATEGORY_MN: bits = UC_MARK | UC_MARK_NOW | UC_NONSPACING | UC_WORD; break;
-  case UTF8PROC_CATEGORY_MC: case UTF8PROC_CATEGORY_ME:
-    bits = UC_MARK | UC_MARK_NOW | UC_WORD; break;
-  case UTF8PROC_CATEGORY_PC: bits = UC_PUNCTUATION | UC_WORD; break;
-  case UTF8PROC_CATEGORY_PD: case UTF8PROC_CATEGORY_PS: case UTF8PROC_CATEGORY_PE:
-  case UTF8PROC_CATEGORY_PI: case UTF8PROC_CATEGORY_PF: case UTF8PROC_CATEGORY_PO:
-    bits = UC_PUNCTUATION; break;
-  case UTF8PROC_CATEGORY_SM: case UTF8PROC_CATEGORY_SC: case UTF8PROC_CATEGORY_SK:
-  case UTF8PROC_CATEGORY_SO: bits = UC_SYMBOL; break;
-  case UTF8PROC_CATEGORY_CC: case UTF8PROC_CATEGORY_CF: case UTF8PROC_CATEGORY_CO:
-    bits = UC_CONTROL; break;
+  switch (category[0]) {
+  case 'L': bits = UC_LETTER | UC_WORD; break;
+  case 'N': bits = UC_NUMBER | (kind != 'o' ? UC_WORD : 0); break;
+  case 'M': bits = UC_MARK | UC_MARK_NOW | UC_WORD | (kind == 'n' ? UC_NONSPACING : 0); break;
+  case 'P': bits = UC_PUNCTUATION | UC_PUNCTUATION_NOW | (kind == 'c' ? UC_WORD : 0); break;
+  case 'S': bits = UC_SYMBOL | (c < 0x80 ? UC_PUNCTUATION : 0); break;     // BERT's rule for ASCII
+  case 'C': bits = kind == 'n' || kind == 's' ? 0 : UC_CONTROL; break;
   default: break;
   }
-  if (bits & UC_PUNCTUATION) bits |= UC_PUNCTUATION_NOW;
-  if (c < 0x80 && (bits & UC_SYMBOL)) bits |= UC_PUNCTUATION;      // BERT's rule for ASCII
   if (white_space(c)) bits |= UC_SPACE;
   if (enclosed(c) || c == 0x200C || c == 0x200D) bits |= UC_WORD;
   return bits;
