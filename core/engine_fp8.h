@@ -41,11 +41,10 @@ enum {
 /// Returns the code of x in a small format: "e4m3", "e5m2", "e5m6", "e5m6_tilekernels" (as
 /// TileKernels rounds), "ue8m0", "ue4m3" (of |x|), "e4m3_ieee" (with Inf), "f16", "bf16", "tf32",
 /// or a format that always saturates: "e2m1", "e2m3", "e3m2", "int8", "mxint8" (in units of 1/64).
-/// Rounds to nearest even (except "e5m6_tilekernels"). Bits of mode: 1 saturates (except f16 and
-/// bf16); 2 rounds stochastically by the bits of `random` (e4m3 and e5m2). For "ue8m0" the mode is
-/// different: 0 rounds |x| down to a power of two, 1 rounds |x| up, and 4 rounds x to the nearest
-/// power, ties up. Returns -1 for an unknown format.
-int64_t eng_small_encode(const char *format, double x, int mode, uint32_t random);
+/// Rounds to nearest even (except "e5m6_tilekernels"). Mode 1 saturates (except f16 and bf16); mode
+/// 0 does not. For "ue8m0" the modes are different: 0 rounds |x| down to a power of two, 1 rounds
+/// |x| up, and 4 rounds x to the nearest power, ties up. Returns -1 for an unknown format.
+int64_t eng_small_encode(const char *format, double x, int mode);
 /// Returns the number that a code stands for, or NaN for an unknown format.
 double eng_small_decode(const char *format, uint32_t code);
 

@@ -140,32 +140,22 @@ static uint16_t e5m6_tilekernels(float x)
   return (uint16_t)((bits >> 20 & 0x800u) | small_bound(code, E5M6_MAX_CODE, FP8_SATURATE));
 }
 
-int64_t eng_small_encode(const char *format, double x, int mode, uint32_t random)
+int64_t eng_small_encode(const char *name, double x, int mode)
 {
-  float f = f32_odd_from_f64(x);
-  bool stochastic = mode & FP8_STOCHASTIC;
-  if (strcmp(format, "e4m3") == 0)
-    return stochastic ? fp8_from_f32(f, 3, mode, random) : e4m3_from_f64(x, mode);
-  if (strcmp(format, "e5m2") == 0)
-    return stochastic ? fp8_from_f32(f, 2, mode, random) : e5m2_from_f64(x, mode);
-  if (strcmp(format, "e5m6") == 0) return e5m6_from_f64(x, mode);
-  if (strcmp(format, "e5m6_tilekernels") == 0) return e5m6_tilekernels((float)x);
-  if (strcmp(format, "ue8m0") == 0)
-    return mode & 4 ? ue8m0_nearest(x) : ue8m0_from_f32(f, mode & 1);
-  if (strcmp(format, "f16") == 0) return f16_from_f64(x);
-  if (strcmp(format, "bf16") == 0) return bf16_from_f64(x);
-  const struct format *found = find_format(format);
-  return found && found->fraction_bits <= 10 ? encode(found, x, mode) : -1;
+  if (strcmp(name, "ue8m0") == 0)
+    return mode & 4 ? ue8m0_nearest(x) : ue8m0_from_f32(f32_odd_from_f64(x), mode & 1);
+  if (strcmp(name, "e5m6_tilekernels") == 0) return e5m6_tilekernels((float)x);
+  // these three have other codes for NaN than encode()
+  if (strcmp(name, "e5m2") == 0) return e5m2_from_f64(x, mode);
+  if (strcmp(name, "f16") == 0) return f16_from_f64(x);
+  if (strcmp(name, "bf16") == 0) return bf16_from_f64(x);
+  const format *f = find_format(name);
+  return f && f->fraction_bits <= 10 ? encode(f, x, mode) : -1;
 }
 
-double eng_small_decode(const char *format, uint32_t code)
+double eng_small_decode(const char *name, uint32_t code)
 {
-  if (strcmp(format, "e4m3") == 0) return e4m3_to_f32((uint8_t)code);
-  if (strcmp(format, "e5m2") == 0) return e5m2_to_f32((uint8_t)code);
-  if (strncmp(format, "e5m6", 4) == 0) return e5m6_to_f32((uint16_t)code);
-  if (strcmp(format, "ue8m0") == 0) return ue8m0_to_f32((uint8_t)code);
-  if (strcmp(format, "f16") == 0) return f16_to_f32((uint16_t)code);
-  if (strcmp(format, "bf16") == 0) return bf16_to_f32((uint16_t)code);
-  const struct format *found = find_format(format);
-  return found && found->fraction_bits <= 10 ? decode(found, code) : NAN;
+  if (strcmp(name, "ue8m0") == 0) return ue8m0_to_f32((uint8_t)code);
+  const format *f = find_format(strcmp(name, "e5m6_tilekernels") == 0 ? "e5m6" : name);
+  return f && f->fraction_bits <= 10 ? decode(f, code) : NAN;
 }

@@ -12,7 +12,7 @@ end
 
 -- x rounded to a small format.
 local function round(name, x)
-  return C.eng_small_decode(name, tonumber(C.eng_small_encode(name, x, 0, 0)))
+  return C.eng_small_decode(name, tonumber(C.eng_small_encode(name, x, 0)))
 end
 
 describe("a format's limits", function()

@@ -27,7 +27,7 @@ local function encode(format, mode)
   local bytes = read()
   local x, n = ffi.cast("const float *", bytes), #bytes / 4
   local codes = ffi.new("int32_t[?]", n)
-  for i = 0, n - 1 do codes[i] = tonumber(C.eng_small_encode(format, x[i], mode, 0)) end
+  for i = 0, n - 1 do codes[i] = tonumber(C.eng_small_encode(format, x[i], mode)) end
   write(codes, 4 * n)
 end
 

@@ -26,7 +26,7 @@ local IS_C = { f64 = true, f32 = true }     -- formats that C has; the core conv
 
 local function encode(format, x)
   local name = format.name
-  if not IS_C[name] then return ffi.new("uint64_t", tonumber(C.eng_small_encode(name, x, 0, 0))) end
+  if not IS_C[name] then return ffi.new("uint64_t", tonumber(C.eng_small_encode(name, x, 0))) end
   cast[name] = x
   return ffi.new("uint64_t", cast[name .. "_code"])
 end

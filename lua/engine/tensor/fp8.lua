@@ -189,7 +189,7 @@ function M.encode(value, format, options)
   options = read_named(options, "fp8.encode", ENCODE)
   choose(SMALL, format, "fp8.encode", "format")
   return tonumber(C.eng_small_encode(format, want_number(value, "fp8.encode", "the first argument"),
-    (options.saturate or options.up) and 1 or options.nearest and 4 or 0, 0))
+    (options.saturate or options.up) and 1 or options.nearest and 4 or 0))
 end
 
 --- Returns the number that a code stands for.
