@@ -101,36 +101,26 @@ eng_status file_writer_open(file_writer *writer, const char *path)
   size_t room = strlen(path) + 48;
   writer->path = strdup(path);
   writer->temporary = malloc(room);
-  if (writer->path == NULL || writer->temporary == NULL) {
-    file_writer_abort(writer);
-    return error_set(ENG_ERR_MEMORY, "%s: out of memory", path);
-  }
+  FAIL_IF(!writer->path || !writer->temporary, ENG_ERR_MEMORY, "%s: out of memory", path);
   for (int attempt = 0; attempt < 100 && writer->fd < 0; attempt++) {
     snprintf(writer->temporary, room, "%s.tmp-%ld-%u", path, (long)getpid(), serial++);
     writer->fd = open(writer->temporary, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
     if (writer->fd < 0 && errno != EEXIST) break;
   }
   if (writer->fd >= 0) return ENG_OK;
-  eng_status status = io_error("create a temporary file in the same directory", path);
-  file_writer_abort(writer);
-  return status;
+  return io_error("create a temporary file in the same directory", path);
 }
 
 eng_status file_writer_put(file_writer *writer, const void *data, int64_t size)
 {
   const char *p = data;
-  FAIL_IF(writer->fd < 0, ENG_ERR_STATE, "file_writer_put: no file is open");
   writer->crc = eng_crc32c(writer->crc, data, size);
-  writer->size += size;
   while (size > 0) {
     ssize_t wrote = write(writer->fd, p, size < (1 << 30) ? (size_t)size : (size_t)1 << 30);
     if (wrote < 0 && errno == EINTR) continue;
     if (wrote <= 0) {
       if (wrote == 0) errno = ENOSPC;
-      eng_status status =
-        io_error("write the new contents (an existing file is unchanged)", writer->path);
-      file_writer_abort(writer);
-      return status;
+      return io_error("write the new contents (an existing file is unchanged)", writer->path);
     }
     p += wrote;
     size -= wrote;
@@ -140,38 +130,33 @@ eng_status file_writer_put(file_writer *writer, const void *data, int64_t size)
 
 eng_status file_writer_commit(file_writer *writer)
 {
-  FAIL_IF(writer->fd < 0, ENG_ERR_STATE, "file_writer_commit: no file is open");
-  eng_status status = ENG_OK;
   if (fsync(writer->fd) != 0)
-    status = io_error("flush the new file to disk (an existing file is unchanged)", writer->path);
+    return io_error("flush the new file to disk (an existing file is unchanged)", writer->path);
   int closed = close(writer->fd);
   writer->fd = -1;
-  if (status == ENG_OK && closed != 0)
-    status = io_error("write the new contents (an existing file is unchanged)", writer->path);
-  if (status == ENG_OK && rename(writer->temporary, writer->path) != 0)
-    status = io_error("move the new file into place (an existing file is unchanged)", writer->path);
-  if (status == ENG_OK) {
-    status = sync_parent(writer->path);
-    free(writer->temporary);
-    writer->temporary = NULL;
-  }
-  file_writer_abort(writer);
+  if (closed == 0 && rename(writer->temporary, writer->path) == 0)
+    return sync_parent(writer->path);
+  eng_status status =
+    io_error(closed != 0 ? "write the new contents (an existing file is unchanged)"
+                         : "move the new file into place (an existing file is unchanged)",
+             writer->path);
+  unlink(writer->temporary);
   return status;
 }
 
-void file_writer_abort(file_writer *writer)
+void file_writer_close(file_writer *writer)
 {
-  if (writer->fd >= 0) close(writer->fd);
-  if (writer->temporary != NULL) unlink(writer->temporary);
+  if (writer->fd >= 0) {
+    close(writer->fd);
+    unlink(writer->temporary);
+  }
   free(writer->temporary);
   free(writer->path);
-  writer->fd = -1;
-  writer->path = writer->temporary = NULL;
 }
 
 eng_status eng_file_write(const char *path, const void *data, int64_t size)
 {
-  file_writer writer;
+  AT_END(file_writer_close) file_writer writer;
   ENG_TRY(file_writer_open(&writer, path));
   ENG_TRY(file_writer_put(&writer, data, size));
   return file_writer_commit(&writer);

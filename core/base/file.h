@@ -10,17 +10,17 @@ typedef struct file_writer {
   char    *temporary;    // the file being written, in the same directory
   int      fd;           // -1: no file is open
   uint32_t crc;          // CRC-32C of the bytes written
-  int64_t  size;         // bytes written
 } file_writer;
 
-/// Begins a file. If this function, file_writer_put or file_writer_commit fails, it removes the
-/// temporary file. `path` is then unchanged, unless only the final sync of the directory failed.
+/// Begins a file, to which file_writer_put appends. The caller calls file_writer_close after any
+/// result. If one of these functions fails, `path` is unchanged, unless only the final sync of the
+/// directory failed.
 eng_status file_writer_open(file_writer *writer, const char *path);
 eng_status file_writer_put(file_writer *writer, const void *data, int64_t size);
 /// Syncs the file, renames it and syncs the directory.
 eng_status file_writer_commit(file_writer *writer);
-/// Removes the temporary file. Harmless after an error or a commit.
-void       file_writer_abort(file_writer *writer);
+/// Frees the writer. Without a commit, removes the temporary file.
+void       file_writer_close(file_writer *writer);
 
 /// Returns the directory part of a path in new memory ("." if the path has none), or NULL if there
 /// is no memory.

@@ -511,7 +511,7 @@ static eng_status write_file(const eng_safetensors_writer *writer, uint32_t *crc
           "%s: two tensors have the name %s", writer->path, json_show(twice));
   ENG_TRY(make_header(&header, &size, writer));
   uint64_t length = size;
-  AT_END(file_writer_abort) file_writer out;   // after the commit, the abort has no effect
+  AT_END(file_writer_close) file_writer out;
   ENG_TRY(file_writer_open(&out, writer->path));
   ENG_TRY(file_writer_put(&out, &length, PREFIX));
   ENG_TRY(file_writer_put(&out, header, (int64_t)size));
