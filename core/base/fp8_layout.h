@@ -82,17 +82,6 @@ ENG_INLINE fp8_scales fp8_scales_for(int64_t block_rows, int64_t block_inner, in
   return s;
 }
 
-/// Calls fp8_scales_for with the blocks of an fp8_scaling. rows and inner are at least 1. For a
-/// padded operand pass the padded sizes, so that every block has a scale; a block that holds only
-/// padding gets the scale 0 or 1, depending on the quantizer.
-ENG_INLINE fp8_scales fp8_scales_of(int scaling, int64_t rows, int64_t inner)
-{
-  int64_t block_rows = scaling != FP8_TENSOR, block_inner = 0;
-  if (scaling == FP8_BLK128) block_rows = FP8_BLOCK;
-  if (scaling == FP8_VEC128 || scaling == FP8_BLK128) block_inner = FP8_BLOCK;
-  return fp8_scales_for(block_rows, block_inner, rows, inner, NULL);
-}
-
 /// Returns the same scales with rows and inner exchanged: element (k, r) has the scale of (r, k).
 ENG_INLINE fp8_scales fp8_scales_turned(fp8_scales s)
 {

@@ -84,13 +84,6 @@ ENG_INLINE int fp8_exponent(float x)
   return exponent;
 }
 
-/// Returns the smallest power of two that is not below x, at most 2^127, for a positive finite x.
-ENG_INLINE float fp8_power_above(float x)
-{
-  float power = fp8_power(fp8_exponent(x));
-  return power < x ? fp8_power(fp8_exponent(x) + 1) : power;
-}
-
 /// Returns the factors of a block. amax: the block's largest magnitude, ignoring NaN (torchao: NaN
 /// if the block contains one). margin: an integer; the scale is multiplied by 2^margin, unless the
 /// rule gives the factor 1 or (msamp) 2^127.
@@ -105,7 +98,8 @@ ENG_INLINE fp8_scale fp8_scale_of(float amax, float largest, int rule, int power
     if (power_of_two && f32_is_finite(s.scale) && s.scale > 0) {
       if (rule == ENG_SCALE_DEEPGEMM && s.scale < f32_from(0x00800000u))
         s.scale = f32_from(0x00800000u);
-      s.scale = fp8_power_above(s.scale);
+      int exponent = fp8_exponent(s.scale);
+      s.scale = fp8_power(exponent + (fp8_power(exponent) < s.scale));    // at most 2^127
     }
     s.factor = rule == ENG_SCALE_DEEPSEEK ? s.scale : 1.0f / s.scale;
     return s;

@@ -22,21 +22,17 @@ ENG_INLINE pool_range pool_cells(const pool_side *s, int64_t i, int64_t *start)
 {
   *start = s->kernel == 0 ? i * s->n / s->m : i * s->stride - s->padding;
   int64_t end = s->kernel == 0 ? ((i + 1) * s->n + s->m - 1) / s->m : *start + s->kernel;
-  pool_range cells = {pool_most(*start, 0), pool_least(end, s->n)};
-  return cells;
+  return (pool_range){pool_most(*start, 0), pool_least(end, s->n)};
 }
 
 /// Returns the windows that contain cell i.
 ENG_INLINE pool_range pool_windows(const pool_side *s, int64_t i)
 {
-  if (s->kernel == 0) {
-    pool_range windows = {i * s->m / s->n, ((i + 1) * s->m + s->n - 1) / s->n};
-    return windows;
-  }
+  if (s->kernel == 0)
+    return (pool_range){i * s->m / s->n, ((i + 1) * s->m + s->n - 1) / s->n};
   int64_t from = i + s->padding - s->kernel + 1;
-  pool_range windows = {from <= 0 ? 0 : (from + s->stride - 1) / s->stride,
-                        pool_least((i + s->padding) / s->stride + 1, s->m)};
-  return windows;
+  return (pool_range){from <= 0 ? 0 : (from + s->stride - 1) / s->stride,
+                      pool_least((i + s->padding) / s->stride + 1, s->m)};
 }
 
 /// Returns the number of cells that count in a window's mean, along one dimension. The divisor of

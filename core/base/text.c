@@ -100,13 +100,10 @@ int64_t eng_text_shown(char *out, int64_t room, const char *text, int64_t size, 
 
 const char *eng_name_problem(const char *name, int64_t size)
 {
-  static const char *const problems[] = {
-    "is empty", "has more than 100 bytes",
-    "has a control character, a character that breaks lines or changes the direction of text, or "
-    "bytes that are not UTF-8"};
-  if (size == 0) return problems[0];
-  if (size > ENG_NAME_BYTES) return problems[1];
-  for (int64_t i = 0; i < size; i++)
-    if ((unsigned char)name[i] < 0x20) return problems[2];
-  return eng_text_shown(NULL, 0, name, size, false) == size ? NULL : problems[2];
+  if (size == 0) return "is empty";
+  if (size > ENG_NAME_BYTES) return "has more than 100 bytes";
+  bool shown = eng_text_shown(NULL, 0, name, size, false) == size;
+  for (int64_t i = 0; i < size; i++) shown = shown && (unsigned char)name[i] >= 0x20;
+  return shown ? NULL : "has a control character, a character that breaks lines or changes the "
+                        "direction of text, or bytes that are not UTF-8";
 }

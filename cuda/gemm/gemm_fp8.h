@@ -11,7 +11,7 @@ extern "C" {
 
 /// An operand in device memory: [rows x inner] bytes, with rows `stride` bytes apart. rows and
 /// inner are padded to multiples of FP8_PAD; data and stride are 16-byte aligned. `scale` has the
-/// layout of fp8_scales_of(scaling, rows, inner) and is 16-byte aligned.
+/// layout that fp8_scales_for gives for rows and inner, and is 16-byte aligned.
 typedef struct fp8_operand {
   const void  *data;
   const float *scale;

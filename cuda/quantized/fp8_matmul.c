@@ -77,7 +77,8 @@ static eng_status prepare(fp8_operand *x, const tensor *q, const tensor *scale, 
   }
   if (scaling == FP8_TENSOR) return ENG_OK;
   fp8_scales have = fp8_scales_for(block_rows, block_columns, q->shape[0], q->shape[1], NULL),
-             want = fp8_scales_of(scaling, x->rows, x->inner);
+             want = fp8_scales_for(along_k ? block_rows : block_columns,
+                                   along_k ? block_columns : block_rows, x->rows, x->inner, NULL);
   if (!along_k) have = fp8_scales_turned(have);
   bool same = (have.row_stride == want.row_stride || have.row_count == 1) &&
               (have.inner_stride == want.inner_stride || have.inner_count == 1) &&

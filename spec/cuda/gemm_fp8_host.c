@@ -21,6 +21,13 @@ static double fp8_decoded(uint8_t code, int format)   // the few codes used: 0, 
   return code & 0x80 ? -value : value;
 }
 
+static fp8_scales scales_of(int scaling, int64_t rows, int64_t inner)
+{
+  static const int blocks[][2] = {
+    [FP8_TENSOR] = {0, 0}, [FP8_ROW] = {1, 0}, [FP8_VEC128] = {1, 128}, [FP8_BLK128] = {128, 128}};
+  return fp8_scales_for(blocks[scaling][0], blocks[scaling][1], rows, inner, NULL);
+}
+
 /// A random operand; [rows x inner] of it is data, the rest zeros.
 static fp8_operand fp8_random(int64_t rows, int64_t inner, int format, int scaling)
 {
@@ -32,7 +39,7 @@ static fp8_operand fp8_random(int64_t rows, int64_t inner, int format, int scali
                      (uint8_t)(one + (format == ENG_e4m3 ? 8 : 4))};
   for (int64_t i = 0; i < x.rows * x.stride; i++)
     data[i] = i / x.stride < rows && i % x.stride < inner ? codes[random_below(5)] : 0;
-  fp8_scales s = fp8_scales_of(scaling, x.rows, x.inner);
+  fp8_scales s = scales_of(scaling, x.rows, x.inner);
   float *scale = piece(s.count * 4);
   for (int64_t i = 0; i < s.count; i++) scale[i] = (float)(1 + random_below(4)) / 2;
   x.data = data;
@@ -56,8 +63,8 @@ static void fp8_one(int64_t m, int64_t n, int64_t k, int scaling_x, int scaling_
                        .accumulate = accumulate,
                        .bias = with_bias ? bias.data : NULL,
                        .bias_dtype = dtype};
-  fp8_scales sx = fp8_scales_of(scaling_x, x.rows, x.inner),
-             sw = fp8_scales_of(scaling_w, w.rows, w.inner);
+  fp8_scales sx = scales_of(scaling_x, x.rows, x.inner),
+             sw = scales_of(scaling_w, w.rows, w.inner);
   double *want = calloc((size_t)(m * n), sizeof *want);
   for (int64_t i = 0; i < m; i++)
     for (int64_t j = 0; j < n; j++) {
@@ -113,7 +120,7 @@ void fp8_products(void)
   for (int scaling = FP8_TENSOR; scaling <= FP8_BLK128; scaling++)
     for (int64_t rows = 1; rows < 700; rows += 61)
       for (int64_t inner = 1; inner < 1300; inner += 127) {
-        fp8_scales s = fp8_scales_of(scaling, rows, inner);
+        fp8_scales s = scales_of(scaling, rows, inner);
         char *seen = calloc((size_t)s.count, 1);
         for (int64_t r = 0; r < s.row_count; r++)
           for (int64_t k = 0; k < s.inner_count; k++) {
