@@ -169,8 +169,5 @@ void line_close(void)
   if (editor) el_end(editor);
   HistEvent event;
   if (history_list) { history(history_list, &event, H_CLEAR); history_end(history_list); }
-  editor = NULL;
-  history_list = NULL;
   free(plain_line);
-  plain_line = NULL;
 }

@@ -306,9 +306,8 @@ static bool has_modules(const char *folder)
 static bool find_places(const char *argv0)
 {
   static const char *const places[] = {"lua", "../share/lua/5.1", "../../lua", "../lua"};
-  ssize_t length = readlink("/proc/self/exe", executable, sizeof executable - 1);
-  if (length > 0) executable[length] = 0;
-  else if (!realpath(argv0, executable)) snprintf(executable, sizeof executable, "%s", argv0);
+  if (!realpath("/proc/self/exe", executable) && !realpath(argv0, executable))
+    snprintf(executable, sizeof executable, "%s", argv0);
 
   Dl_info where;
   if (dladdr((void *)(uintptr_t)eng_version, &where) && where.dli_fname &&
@@ -467,14 +466,10 @@ static void set_arg(lua_State *L, int argc, char **argv, int script)
 static bool load_kept(lua_State *L, const char *name)
 {
   static const char keep[] = "\nrequire('engine.host').keep() ";
-  FILE *file = fopen(name, "rb");
-  if (!file) return false;
-  luaL_Buffer read;
-  luaL_buffinit(L, &read);
-  for (size_t n; (n = fread(luaL_prepbuffer(&read), 1, LUAL_BUFFERSIZE, file)) > 0;)
-    luaL_addsize(&read, n);
-  fclose(file);
-  luaL_pushresult(&read);
+  eng_mapping file;
+  if (eng_file_map(&file, name) != ENG_OK) return false;
+  lua_pushlstring(L, file.data, (size_t)file.size);
+  eng_file_unmap(&file);
   int top = lua_gettop(L);
   size_t length, before;
   const char *text = lua_tolstring(L, top, &length), *chunk = lua_pushfstring(L, "@%s", name);

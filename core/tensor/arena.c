@@ -230,30 +230,24 @@ static chunk *chunk_new(int space, arena_id id, int64_t bytes)
   arena *a = &arenas[space][id];
   bool dedicated = lasting(id) && bytes >= a->chunk_size / 2;
   int64_t size = dedicated || bytes > a->chunk_size ? bytes : a->chunk_size;
-  int64_t most = memory_of(space);
+  int64_t most = memory_of(space), whole;
   if (limit && limit < most) most = limit;
-  if (reserved_in_all(space) > most - size) size = bytes;   // a smaller chunk may still fit
-  if (reserved_in_all(space) > most - size) return_empty_chunks(space);
-  if (reserved_in_all(space) > most - size) {
-    complain(space, a, bytes);
-    return NULL;
-  }
-  size = (size + 4095) / 4096 * 4096;
-  void *memory = memory_take(space, size);
-  if (!memory) {   // other processes may have taken the memory of the machine or the GPU
-    return_empty_chunks(space);
-    size = (bytes + 4095) / 4096 * 4096;
-    memory = memory_take(space, size);
+  void *memory = NULL;
+  for (int attempt = 1; attempt <= 3 && !memory; attempt++) {
+    if (attempt == 2) size = bytes;   // a smaller chunk may still fit
+    if (attempt == 3) return_empty_chunks(space);
+    whole = (size + 4095) / 4096 * 4096;
+    if (reserved_in_all(space) <= most - size) memory = memory_take(space, whole);
   }
   chunk *c = memory ? malloc(sizeof *c) : NULL;
   if (!c) {
-    if (memory) memory_give(space, memory, size);
+    if (memory) memory_give(space, memory, whole);
     complain(space, a, bytes);
     return NULL;
   }
-  mark(space, id, memory, size, false);
-  *c = (chunk){.memory = memory, .size = size, .dedicated = dedicated};
-  a->reserved += size;
+  mark(space, id, memory, whole, false);
+  *c = (chunk){.memory = memory, .size = whole, .dedicated = dedicated};
+  a->reserved += whole;
   a->allocations++;
   return c;
 }
