@@ -174,15 +174,12 @@ $(BUILD)/emulated/%.o: $(BUILD)/emulated/%.cpp $(EMULATED) $(BUILD)/emulated.fla
 	$(call say,CXX,$@) $(EMULATED_CXX) -w $(EMULATED_INCLUDE) -c $< -o $@
 $(BUILD)/emulated/%.emulator.o: $(EMULATOR)/%.cpp $(EMULATED) $(BUILD)/emulated.flags
 	$(call say,CXX,$<) $(EMULATED_CXX) $(WARNINGS) $(EMULATED_INCLUDE) -c $< -o $@
-$(BUILD)/emulated/%.c.o: cuda/%.c $(BUILD)/emulated.flags
-	@mkdir -p $(@D)
-	$(call say,CC,$< (emulated)) $(COMPILE) -Icuda -I$(CUDA_HOME)/include -c $< -o $@
-$(BUILD)/emulated/%.c.o: $(EMULATOR)/%.c $(BUILD)/emulated.flags
-	@mkdir -p $(@D)
-	$(call say,CC,$<) $(COMPILE) -Icuda -I$(CUDA_HOME)/include -c $< -o $@
-$(BUILD)/emulated/%.c.o: spec/cuda/%.c $(BUILD)/emulated.flags
-	@mkdir -p $(@D)
-	$(call say,CC,$<) $(COMPILE) -Icuda -I$(CUDA_HOME)/include -c $< -o $@
+define emulated_rule
+$(BUILD)/emulated/%.c.o: $(1)/%.c $(BUILD)/emulated.flags
+	@mkdir -p $$(@D)
+	$$(call say,CC,$$< (emulated)) $$(COMPILE) -Icuda -I$$(CUDA_HOME)/include -c $$< -o $$@
+endef
+$(foreach folder,cuda spec/cuda $(EMULATOR),$(eval $(call emulated_rule,$(folder))))
 $(BUILD)/emulated_card.so: $(EMULATED_OBJECTS) $(BUILD)/core/base/dtype.o $(BUILD)/emulated.flags
 	$(call say,LD,$@) $(or $(CXX),g++) $(filter -fsanitize%,$(CFLAGS)) -shared -Wl,--no-undefined \
 	  -o $@.new $(filter %.o,$^) $(LDFLAGS) -fopenmp -lm
@@ -330,23 +327,23 @@ lint: ## luacheck and the line limit
 	  length($$0) > 100 {print FILENAME ":" FNR ": longer than 100 columns"; n = 1} END {exit n}' \
 	  $$($(COLUMNS_IN))
 
-# Leak detection is off: it reports memory that LuaJIT holds.
 SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer
+ASAN_BUILD := BUILD=build/asan CFLAGS='-g -O1 $(SANITIZE)' KERNEL_CFLAGS=-O1
+# Leak detection is off: it reports memory that LuaJIT holds.
+ASAN := ASAN_OPTIONS=detect_leaks=0:abort_on_error=0 UBSAN_OPTIONS=print_stacktrace=1 \
+        ENGINE_SANITIZED=1
 sanitize:
-	@$(MAKE) --no-print-directory BUILD=build/asan CFLAGS='-g -O1 $(SANITIZE)' KERNEL_CFLAGS=-O1 all
-	ASAN_OPTIONS=detect_leaks=0:abort_on_error=0 UBSAN_OPTIONS=print_stacktrace=1 ENGINE_SANITIZED=1 \
-	  sh spec/halves.sh 4500 build/asan/engine $(SPEC) $(BUSTED_FLAGS)
+	@$(MAKE) --no-print-directory $(ASAN_BUILD) all
+	$(ASAN) sh spec/halves.sh 4500 build/asan/engine $(SPEC) $(BUSTED_FLAGS)
 
 # The emulated CUDA device's kernels under sanitizers: finds accesses outside the kernels' memory,
 # uninitialized reads and misaligned loads.
-UNDER_ASAN = ASAN_OPTIONS=detect_leaks=0:abort_on_error=0 UBSAN_OPTIONS=print_stacktrace=1 \
-             ENGINE_SANITIZED=1 ENGINE_CUDA_PLUGIN=build/asan/emulated_card.so \
-             ENGINE_TEST_STEPS=4 ENGINE_EMULATED_CARD=$(1) timeout -k 10 3600
+UNDER_ASAN = $(ASAN) ENGINE_CUDA_PLUGIN=build/asan/emulated_card.so ENGINE_TEST_STEPS=4 \
+             ENGINE_EMULATED_CARD=$(1) timeout -k 10 3600
 THIRD_CARD = sm=80,order=shuffled,run=early
 sanitize-emulated: built ## test-emulated under sanitizers
 ifneq ($(EMULATED_CARD),)
-	@$(MAKE) --no-print-directory BUILD=build/asan CFLAGS='-g -O1 $(SANITIZE)' KERNEL_CFLAGS=-O1 \
-	  PLUGIN= all build/asan/emulated_card.so
+	@$(MAKE) --no-print-directory $(ASAN_BUILD) PLUGIN= all build/asan/emulated_card.so
 	@$(call UNDER_ASAN,sm=90) build/asan/engine spec/cuda/run.lua
 	@$(call UNDER_ASAN,$(THIRD_CARD)) build/asan/engine spec/cuda/run.lua
 	@ENGINE_TEST_DEVICE=cuda $(call UNDER_ASAN,sm=90) build/asan/engine spec/fuzz/ops.lua 120
@@ -357,7 +354,7 @@ endif
 # Each fuzzer is a C program with its own main, or a Lua script. C fuzzers link the core as an
 # archive, so that they may replace functions of it; -u adds the objects that register themselves
 # (the CPU device, FP8 layers).
-FUZZ_C   := $(wildcard spec/fuzz/*.c)
+FUZZERS  := $(patsubst spec/fuzz/%.c,$(BUILD)/fuzz/%,$(wildcard spec/fuzz/*.c))
 FUZZ_LUA := $(wildcard spec/fuzz/*.lua)
 $(BUILD)/libengine.a: $(OBJECTS) $(BUILD)/objects
 	rm -f $@
@@ -368,15 +365,12 @@ $(BUILD)/fuzz/%: spec/fuzz/%.c $(BUILD)/libengine.a
 	$(COMPILE) $(FUZZ_FLAGS_$*) -o $@ $< -Wl,-u,eng_cpu_isa,-u,eng_fp8_site_new \
 	  $(BUILD)/libengine.a $(LDFLAGS) $(LIBS)
 
-fuzzers: $(FUZZ_C:spec/fuzz/%.c=$(BUILD)/fuzz/%) all
-	@for f in $(FUZZ_C:spec/fuzz/%.c=$(BUILD)/fuzz/%); do echo $$f; \
+fuzzers: $(FUZZERS) all
+	@for f in $(FUZZERS) $(foreach script,$(FUZZ_LUA),'$(ENGINE) $(script)'); do echo "$$f"; \
 	  ASAN_OPTIONS=detect_leaks=0 timeout -k 10 300 $$f || exit 1; done
-	@for f in $(FUZZ_LUA); do echo $$f; \
-	  ASAN_OPTIONS=detect_leaks=0 timeout -k 10 300 $(ENGINE) $$f || exit 1; done
 
 fuzz:
-	@$(MAKE) --no-print-directory BUILD=build/asan CFLAGS='-g -O1 $(SANITIZE)' KERNEL_CFLAGS=-O1 \
-	  fuzzers
+	@$(MAKE) --no-print-directory $(ASAN_BUILD) fuzzers
 
 # A Python environment with PyTorch, for comparison, outside the tree.
 $(VENV)/ready:
