@@ -78,20 +78,18 @@ typedef struct merge { uint32_t rank, id; int32_t at; } merge;          // at: t
 static inline const pair *merge_of(const eng_tokenizer *t, uint32_t a, uint32_t b)
 { return pairs_find(&t->merges, (uint64_t)a << 32 | b); }
 
-typedef struct ranked { uint32_t rank, id; } ranked;  // rank UINT32_MAX: no merge
-
-static inline ranked rank_of(const eng_tokenizer *t, uint32_t a, uint32_t b)
+static inline pair merge_or_none(const eng_tokenizer *t, uint32_t a, uint32_t b)
 {
   const pair *p = merge_of(t, a, b);
-  return p ? (ranked){ p->rank, p->id } : (ranked){ UINT32_MAX, 0 };
+  return p ? *p : (pair){ .rank = UINT32_MAX };
 }
 
 // Repeatedly applies the merge of the lowest rank, the leftmost among equals, until no merge
 // applies. Returns the number of ids that remain.
 static int merge_short(const eng_tokenizer *t, uint32_t *id, int n)
 {
-  ranked next[SHORT_WORD];                             // next[i]: merge of the pair (i, i + 1)
-  for (int i = 0; i + 1 < n; i++) next[i] = rank_of(t, id[i], id[i + 1]);
+  pair next[SHORT_WORD];                               // next[i]: merge of the pair (i, i + 1)
+  for (int i = 0; i + 1 < n; i++) next[i] = merge_or_none(t, id[i], id[i + 1]);
   while (n > 1) {
     int best = 0;
     for (int i = 1; i + 1 < n; i++)
@@ -102,7 +100,7 @@ static int merge_short(const eng_tokenizer *t, uint32_t *id, int n)
     memmove(next + best, next + best + 1, (size_t)(n - best - 2) * sizeof *next);
     n--;
     for (int i = best > 0 ? best - 1 : 0; i <= best && i + 1 < n; i++)
-      next[i] = rank_of(t, id[i], id[i + 1]);
+      next[i] = merge_or_none(t, id[i], id[i + 1]);
   }
   return n;
 }

@@ -199,13 +199,6 @@ bool pattern_replace(buffer *out, const char *text, int64_t size, int scan, cons
 bool step_begins(const step *s, const char *text, int64_t size)
 { return size >= s->a_size && memcmp(text, s->a, (size_t)s->a_size) == 0; }
 
-static bool ascii_only(const char *text, int64_t size)
-{
-  for (int64_t i = 0; i < size; i++)
-    if (text[i] & 0x80) return false;
-  return true;
-}
-
 eng_status step_run(step *s, const char **text, int64_t *size)
 {
   buffer *out = &s->work;
@@ -231,10 +224,7 @@ eng_status step_run(step *s, const char **text, int64_t *size)
   case ENG_STEP_CHARSMAP: charsmap_run(s->map, out, *text, *size); break;
   default: per_char(s, out, *text, *size);
   }
-  if (options) {
-    if (ascii_only(*text, *size)) return ENG_OK;
-    status = compose(s, out, *text, *size, options | UTF8PROC_STABLE);
-  }
+  if (options) status = compose(s, out, *text, *size, options | UTF8PROC_STABLE);
   if (status == ENG_OK && out->failed) status = no_memory();
   *text = out->size ? out->data : "";
   *size = out->size;
