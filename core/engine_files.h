@@ -1,6 +1,4 @@
 // Part of engine.h; only engine.h includes this file. Files, the attach socket of a run, histories.
-#ifndef ENGINE_FILES_H
-#define ENGINE_FILES_H
 
 // ------------------------------------------------------------------ files
 
@@ -260,5 +258,3 @@ const void *eng_query_bytes(int64_t *size, const eng_query *query, int column);
 /// which holds eng_record.amax_f16. Fills at most `capacity` entries of `stats`. Errors: FORMAT.
 eng_status eng_history_unpack(int *n, eng_tensor_stats *stats, int capacity, const void *blob,
                               int64_t size);
-
-#endif

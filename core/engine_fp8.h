@@ -1,8 +1,6 @@
 // Part of engine.h; only engine.h includes this file. FP8 and microscaling: rules and accumulators,
 // conversion of single numbers to and from codes, and the sites, recipes and meters of linear
 // layers.
-#ifndef ENGINE_FP8_H
-#define ENGINE_FP8_H
 
 /// A format of the operations quantize and dequantize (ops.def), in addition to the dtypes e4m3 and
 /// e5m2.
@@ -171,5 +169,3 @@ eng_status eng_fp8_meters(eng_fp8_meter meter[3], int64_t site);
 /// and kept tensors do not count, and memory that several rules read counts once. `fp8` receives
 /// how many of these bytes are FP8 codes and scales. Returns -1 if the host is out of memory.
 int64_t    eng_tape_bytes(int64_t *fp8);
-
-#endif

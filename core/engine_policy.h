@@ -1,7 +1,5 @@
 // Part of engine.h; only engine.h includes this file. What policies read and decide: statistics of
 // gradients, records, verdicts, and the policies themselves.
-#ifndef ENGINE_POLICY_H
-#define ENGINE_POLICY_H
 
 // ------------------------------------------------------------------ statistics, records, verdicts
 
@@ -262,5 +260,3 @@ eng_status eng_policy_restore(eng_policy *policy, const char *text, int64_t byte
 /// takes over the old state (new fields start fresh); else it starts fresh from the old scale.
 /// Errors: POLICY, STATE.
 eng_status eng_policy_migrate(eng_policy *policy, const eng_policy *old);
-
-#endif

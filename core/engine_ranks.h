@@ -1,7 +1,5 @@
 // Part of engine.h; only engine.h includes this file. Several processes on one job: groups and
 // collective operations, reduction of gradients, exchange of experts' rows, prediction of costs.
-#ifndef ENGINE_RANKS_H
-#define ENGINE_RANKS_H
 
 /// Several processes ("ranks") on one job, started by mpirun, srun or the like. A group holds some
 /// of them, numbered from 0; the world holds all. Every rank of a group calls the same operations
@@ -233,5 +231,3 @@ eng_status eng_comm_dtype_reduce(const eng_tensor *out, int *flags, const eng_te
 /// Restricts this optimizer's moments to this rank's pieces of the parameter set. The moments of
 /// these pieces are unchanged. A second call has no effect.
 eng_status eng_optimizer_shard(eng_optimizer *state);
-
-#endif

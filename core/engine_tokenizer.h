@@ -1,8 +1,4 @@
 // Part of engine.h; only engine.h includes this file. Tokenizers: text to numbers and back.
-#ifndef ENGINE_TOKENIZER_H
-#define ENGINE_TOKENIZER_H
-
-// ------------------------------------------------------------------ tokenizers
 
 /// A tokenizer, as Hugging Face's tokenizer.json describes it. lua/engine/data/tokenizer.lua reads
 /// that file and builds the tokenizer. It calls the functions from eng_tokenizer_new to
@@ -141,5 +137,3 @@ int64_t    eng_tokenizer_size(const eng_tokenizer *tokenizer);
 const char *eng_tokenizer_text(int64_t *size, const eng_tokenizer *tokenizer, int64_t id);
 /// Returns the id of the token with this text, or -1 if there is none.
 int64_t    eng_tokenizer_find(const eng_tokenizer *tokenizer, const char *text, int64_t size);
-
-#endif
