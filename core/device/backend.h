@@ -153,10 +153,8 @@ typedef struct backend {
   /// Returns the device's description for messages: "NVIDIA H200, sm_90, driver 580.82, ...". The
   /// CPU has this function, too. NULL: messages give only the device's name.
   const char *(*describe)(void);
-  /// Returns which FP8 products the tensor cores compute. 0: none. 1: products of operands with one
-  /// scale each. 2: also products of operands with scales by row or block. If the user selected the
-  /// slow formula (ENGINE_FP8_FORMULA=1), the result is always 2. NULL: the device has only one
-  /// implementation of FP8 products.
+  /// Returns what eng_device_fp8 returns. NULL: 2, because the device computes all FP8 products in
+  /// one way.
   int         (*fp8)(void);
   /// Whether the tensor cores compute mx_matmul for these formats, with scales by the rules of
   /// NVFP4 (`nvfp4`) or of MX. NULL: they never do.
@@ -203,15 +201,15 @@ typedef struct backend {
 typedef struct backend_host {
   int32_t abi;                        // BACKEND_ABI; the plug-in rejects any other value
   eng_status  (*error)(eng_status status, const char *text);
-  void       *(*alloc)(arena_id id, int64_t bytes);   // in SPACE_CUDA
-  void        (*free)(arena_id id, void *piece, int64_t bytes);
+  void       *(*alloc)(int space, arena_id id, int64_t bytes);
+  void        (*free)(int space, arena_id id, void *piece, int64_t bytes);
   const char *(*tensor_text)(const tensor *x);
   bool        (*tensor_contiguous)(const tensor *x);
   uint64_t    (*rng_seed)(void);
   int         (*interrupted)(void);
 } backend_host;
 
-enum { BACKEND_ABI = 8 };
+enum { BACKEND_ABI = 9 };
 
 /// The plug-in's only function. Returns NULL if host->abi is not its own BACKEND_ABI or, with the
 /// error set, if there is no usable device.

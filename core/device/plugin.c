@@ -20,16 +20,12 @@
 
 static eng_status plugin_error(eng_status status, const char *text)
 { return error_set(status, "%s", text); }
-static void *plugin_alloc(arena_id id, int64_t bytes)
-{ return arena_alloc_in(SPACE_CUDA, id, bytes); }
-static void plugin_free(arena_id id, void *piece, int64_t bytes)
-{ arena_free_in(SPACE_CUDA, id, piece, bytes); }
 
 static const backend_host host = {
   .abi = BACKEND_ABI,
   .error = plugin_error,
-  .alloc = plugin_alloc,
-  .free = plugin_free,
+  .alloc = arena_alloc_in,
+  .free = arena_free_in,
   .tensor_text = tensor_text,
   .tensor_contiguous = tensor_contiguous,
   .rng_seed = rng_seed,

@@ -82,23 +82,13 @@ static void convert(void *buffer, int format, const tensor *x, bool into_tensor)
 
 // ---- elements on a device
 
-/// Returns a row-major tensor that has x's shape and whose data is `memory`. Fills `store`, which
-/// must outlive the tensor.
-static tensor rows_over(const tensor *x, int space, void *memory, storage *store)
+/// Returns a row-major tensor that has x's shape and whose data is `memory`.
+static tensor rows_over(const tensor *x, void *memory)
 {
-  *store = (storage){
-    .memory = memory, .bytes = bytes_of(x), .references = 1, .arena = -1, .space = space};
-  tensor y = {.data = memory,
-              .count = x->count,
-              .ndim = x->ndim,
-              .dtype = x->dtype,
-              .store = store,
-              .live = true,
-              .node = -1};
-  for (int64_t d = x->ndim - 1, stride = 1; d >= 0; stride *= x->shape[d], d--) {
-    y.shape[d] = x->shape[d];
+  tensor y = *x;
+  y.data = memory;
+  for (int64_t d = x->ndim - 1, stride = 1; d >= 0; stride *= x->shape[d], d--)
     y.stride[d] = stride;
-  }
   return y;
 }
 
@@ -119,28 +109,30 @@ eng_status transfer_rows(void *to, const tensor *x)
     convert(to, x->dtype, x, false);
     return ENG_OK;
   }
-  storage store;
-  tensor y = rows_over(x, x->store->space, to, &store);
+  tensor y = rows_over(x, to);
   return copy_strided(&y, x);
 }
 
-/// Reads or writes a tensor in a device's memory. The elements pass between device and host in x's
-/// dtype and in row-major order, and are converted on the host.
-static eng_status through_host(void *buffer, int format, const tensor *x, bool into_tensor)
+/// Reads or writes a tensor. If it is in a device's memory, the elements pass between device and
+/// host in x's dtype and in row-major order, and are converted on the host.
+static eng_status transfer(void *buffer, int format, const tensor *x, bool into_tensor)
 {
   int space = x->store->space;
   int64_t bytes = bytes_of(x);
+  if (bytes == 0) return ENG_OK;
+  if (space == SPACE_HOST) {
+    convert(buffer, format, x, into_tensor);
+    return ENG_OK;
+  }
   bool converts = format != x->dtype, gathers = !tensor_contiguous(x);
   FREED void *converted = converts ? malloc((size_t)bytes) : NULL;
   FAIL_IF(converts && !converted, ENG_ERR_MEMORY,
           "out of memory for a host copy of %s", tensor_text(x));
-  AT_END(scratch_free_in) scratch_piece gathered = {0};
-  if (gathers) gathered = scratch_alloc_in(space, bytes);
+  AT_END(scratch_free) scratch_piece gathered = {0};
+  if (gathers) gathered = scratch_alloc(space, bytes);
   if (gathers && !gathered.memory) return ENG_ERR_MEMORY;
   void *rows = converts ? converted : buffer, *piece = gathers ? gathered.memory : x->data;
-  storage store, host_store;
-  tensor host = rows_over(x, SPACE_HOST, rows, &host_store),
-         inside = rows_over(x, space, piece, &store);
+  tensor host = rows_over(x, rows), inside = rows_over(x, piece);
   if (into_tensor) {
     if (converts) convert(buffer, format, &host, true);
     ENG_TRY(transfer_from_host(space, piece, rows, bytes));
@@ -149,14 +141,6 @@ static eng_status through_host(void *buffer, int format, const tensor *x, bool i
   if (gathers) ENG_TRY(transfer_rows(piece, x));
   ENG_TRY(transfer_to_host(rows, space, piece, bytes));
   if (converts) convert(buffer, format, &host, false);
-  return ENG_OK;
-}
-
-static eng_status transfer(void *buffer, int format, const tensor *x, bool into_tensor)
-{
-  if (x->count == 0) return ENG_OK;
-  if (x->store->space != SPACE_HOST) return through_host(buffer, format, x, into_tensor);
-  convert(buffer, format, x, into_tensor);
   return ENG_OK;
 }
 

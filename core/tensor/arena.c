@@ -345,11 +345,6 @@ void arena_pages_take(arena_id id, void *pages, int64_t bytes)
   if (a->used > a->peak) a->peak = a->used;
 }
 
-void *arena_alloc(arena_id id, int64_t bytes) { return arena_alloc_in(in_force, id, bytes); }
-
-void arena_free(arena_id id, void *piece, int64_t bytes)
-{ arena_free_in(in_force, id, piece, bytes); }
-
 int eng_memory(eng_memory_row *rows, int capacity)
 {
   int n = 0;

@@ -46,14 +46,15 @@ void arena_pin(int space, int by);
 /// Allocates at least `bytes` bytes, 64-byte aligned (256 on a card), contents undefined. A request
 /// of 0 bytes gets a piece, too. On failure returns NULL with the error set (MEMORY, with the arena
 /// table in the text).
-void *arena_alloc(arena_id id, int64_t bytes);
-
-/// Allocate and free in a given memory space.
 void *arena_alloc_in(int space, arena_id id, int64_t bytes);
+/// Frees a piece of `bytes` bytes; a later request of the same size reuses it. NULL is allowed.
 void arena_free_in(int space, arena_id id, void *piece, int64_t bytes);
 
-/// Frees a piece of `bytes` bytes; a later request of the same size reuses it. NULL is allowed.
-void arena_free(arena_id id, void *piece, int64_t bytes);
+/// Allocate and free in the current memory space.
+static inline void *arena_alloc(arena_id id, int64_t bytes)
+{ return arena_alloc_in(arena_space(), id, bytes); }
+static inline void arena_free(arena_id id, void *piece, int64_t bytes)
+{ arena_free_in(arena_space(), id, piece, bytes); }
 
 /// arena_pages_give returns whole pages inside a lasting piece of host memory to the system; the
 /// piece stays allocated. arena_pages_take makes these pages usable again, contents undefined. Both

@@ -28,8 +28,11 @@ eng_status error_set(eng_status status, const char *format, ...)
   return host->error(status, text);
 }
 
-void *arena_alloc(arena_id id, int64_t bytes) { return host->alloc(id, bytes); }
-void arena_free(arena_id id, void *piece, int64_t bytes) { host->free(id, piece, bytes); }
+int arena_space(void) { return SPACE_CUDA; }
+void *arena_alloc_in(int space, arena_id id, int64_t bytes)
+{ return host->alloc(space, id, bytes); }
+void arena_free_in(int space, arena_id id, void *piece, int64_t bytes)
+{ host->free(space, id, piece, bytes); }
 const char *tensor_text(const tensor *x) { return host->tensor_text(x); }
 bool tensor_contiguous(const tensor *x) { return host->tensor_contiguous(x); }
 uint64_t rng_seed(void) { return host->rng_seed(); }

@@ -38,9 +38,11 @@ int eng_dtype_size(int dtype)
                                                   2;
 }
 
-void *arena_alloc(arena_id id, int64_t bytes)
+int arena_space(void) { return SPACE_CUDA; }
+
+void *arena_alloc_in(int space, arena_id id, int64_t bytes)
 {
-  (void)id;
+  (void)space, (void)id;
   if (card.room && card.scratch_bytes + bytes > card.room) {
     error_set(ENG_ERR_MEMORY, "out of scratch memory for %ld bytes", (long)bytes);
     return NULL;
@@ -49,9 +51,9 @@ void *arena_alloc(arena_id id, int64_t bytes)
   return aligned_alloc(256, (size_t)(bytes + 255) / 256 * 256 + 256);
 }
 
-void arena_free(arena_id id, void *piece, int64_t bytes)
+void arena_free_in(int space, arena_id id, void *piece, int64_t bytes)
 {
-  (void)id;
+  (void)space, (void)id;
   card.scratch_bytes -= bytes;
   free(piece);
 }
