@@ -140,14 +140,10 @@ static int on_error(lua_State *L)
     lua_settop(L, 1);
     if (plain && luaL_callmeta(L, 1, "__tostring")) return 1;
   }
+  if (lua_isnil(L, 1)) return 1;   // error() without a value: how busted exits silently
   if (!lua_isstring(L, 1)) {
-    if (lua_isnoneornil(L, 1)) {
-      return 1;  // error() without a value: how a tool such as busted exits silently
-    } else if (luaL_callmeta(L, 1, "__tostring") && lua_isstring(L, -1)) {
-      // the text is on top
-    } else {
+    if (!luaL_callmeta(L, 1, "__tostring") || !lua_isstring(L, -1))
       lua_pushfstring(L, "error object of type %s", luaL_typename(L, 1));
-    }
     lua_replace(L, 1);
     lua_settop(L, 1);
   }
@@ -578,10 +574,9 @@ static bool check_gc64(lua_State *L)
 // because it is not a script.
 static bool is_command(const char *word)
 {
-  if (eng_file_kind(word) == ENG_FILE_REGULAR || eng_file_kind(word) == ENG_FILE_OTHER ||
-      !(word[0] >= 'a' && word[0] <= 'z'))
-    return false;
-  return strspn(word, "abcdefghijklmnopqrstuvwxyz_-") == strlen(word);
+  int kind = eng_file_kind(word);
+  return kind != ENG_FILE_REGULAR && kind != ENG_FILE_OTHER && word[0] >= 'a' && word[0] <= 'z' &&
+         strspn(word, "abcdefghijklmnopqrstuvwxyz_-") == strlen(word);
 }
 
 static int run(lua_State *L, int argc, char **argv)

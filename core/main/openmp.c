@@ -3,7 +3,6 @@
 #define _GNU_SOURCE
 #include "openmp.h"
 
-#include <errno.h>
 #include <pthread.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -16,12 +15,11 @@
 // begin with a size. A number without a unit is in kilobytes.
 static size_t stack_bytes(const char *text)
 {
-  char *end;
-  errno = 0;
-  unsigned long long n = strtoull(text, &end, 10);
-  if (errno || end == text) return 0;
-  end += strspn(end, " \t");
-  const char *units = "bkmg", *unit = *end ? strchr(units, *end | 32) : units + 1;
+  static const char units[] = "bkmg";
+  unsigned long long n;
+  char letter = 'k';
+  if (sscanf(text, "%llu %c", &n, &letter) < 1) return 0;
+  const char *unit = strchr(units, letter | 32);
   if (!unit) return 0;
   int shift = 10 * (int)(unit - units);
   return n <= SIZE_MAX >> shift ? (size_t)n << shift : SIZE_MAX;
@@ -35,7 +33,7 @@ static void *start_when_free(void *lock)
 }
 
 // Whether one thread per core (at most 256) can start with a stack of `bytes` each. Also true if
-// pthread_attr_setstacksize refuses the size.
+// pthread_attr_setstacksize refuses the size, because OpenMP itself then reports and ignores it.
 static bool threads_fit(size_t bytes)
 {
   enum { MOST = 256 };
@@ -45,7 +43,6 @@ static bool threads_fit(size_t bytes)
   long cores = sysconf(_SC_NPROCESSORS_ONLN);
   int made = 0, wanted = cores < 1 ? 1 : cores < MOST ? (int)cores : MOST;
   pthread_attr_init(&attributes);
-  // if pthread_attr_setstacksize refuses the size, OpenMP itself reports the size and ignores it
   bool fit = true, set = pthread_attr_setstacksize(&attributes, bytes) == 0;
   pthread_mutex_lock(&lock);
   while (set && fit && made < wanted) {

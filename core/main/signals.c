@@ -60,17 +60,13 @@ static void on_signal(int signal_number)
   }
   endings = ends;
   eng_interrupt_signal(signal_number);
-  if (eng_interrupt_policy(-1) == 1) {
-    eng_interrupt(1);
-    if (rank == 0) say("\nstopping after this step; interrupt again to stop at once\n");
-  } else if (eng_interrupt_policy(-1) == 2) {
-    eng_interrupt(2);
-  } else {
-    eng_interrupt(2);
-    alarm(1);
-    if (main_state)
-      lua_sethook(main_state, stop_hook, LUA_MASKCALL | LUA_MASKRET | LUA_MASKCOUNT, 1);
-  }
+  int policy = eng_interrupt_policy(-1);
+  eng_interrupt(policy == 1 ? 1 : 2);
+  if (policy == 1 && rank == 0)
+    say("\nstopping after this step; interrupt again to stop at once\n");
+  if (policy != 0) return;
+  alarm(1);
+  if (main_state) lua_sethook(main_state, stop_hook, LUA_MASKCALL | LUA_MASKRET | LUA_MASKCOUNT, 1);
 }
 
 // Runs one second after a signal that should stop the script, because compiled Lua loops and long

@@ -62,15 +62,8 @@ static tensor *slot_take(void)
   tensor *x = free_slots;
   free_slots = x->gradient;
   if (!free_slots) free_slots_end = NULL;
-  uint32_t slot = x->slot, generation = x->generation;
-  memset(x, 0, sizeof *x);
-  x->slot = slot;
-  x->generation = generation;
-  x->live = true;
-  x->node = -1;
-  x->step_index = -1;
-  x->step = step_count;
-  x->between = !step_open;
+  *x = (tensor){.slot = x->slot, .generation = x->generation, .live = true, .node = -1,
+                .step_index = -1, .step = step_count, .between = !step_open};
   return x;
 }
 
