@@ -85,6 +85,8 @@ void wire_e4m3_encode(uint8_t *codes, float *scales, const float *x, int64_t n)
       codes[from + i] = f32_is_finite(x[from + i])
                           ? e4m3_from_f32(x[from + i] * s.factor, FP8_SATURATE)
                           : (uint8_t)(0x7F | (f32_bits(x[from + i]) >> 24 & 0x80));
+    for (int i = 0; s.scale == 0x1p120f && i < m; i++)
+      if ((codes[from + i] & 0x7F) == 0x78) codes[from + i]--;   // 256 becomes 240
   }
 }
 

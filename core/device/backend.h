@@ -88,8 +88,8 @@ typedef struct param_span {
   // optimize and unscale divide by it. In a call of optimize, this field is the relative scale
   // divided by the parameter's entry in eng_update.clips.
   double   scale;
-  // 1: SGD's moment has never been updated and starts as the gradient itself; set only if the
-  // group has dampening
+  // 1: SGD's moment is all zero bits and starts as the gradient itself; set only if the group has
+  // dampening
   int32_t  starts;
   double  *norms;       // [ENG_NORMS] sums of squares for optimize to fill, or NULL
 } param_span;

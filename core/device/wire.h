@@ -19,7 +19,7 @@ void wire_sum(float *out, const float *const *in, int n, int64_t count, float sh
 
 /// Convert n numbers to e4m3 codes, with a power-of-two scale for each block of 128 (the last block
 /// may be shorter), and back. Encoding rounds to nearest even, and scales each block so that its
-/// largest finite magnitude lies in 224..448, unless this magnitude is below 2^-119. Inf and nan
-/// become nan.
+/// largest finite magnitude lies in 224..448, unless this magnitude is below 2^-119. Numbers that
+/// round to 256 * 2^120, which is inf in f32, become 240 * 2^120. Inf and nan become nan.
 void wire_e4m3_encode(uint8_t *codes, float *scales, const float *x, int64_t n);
 void wire_e4m3_decode(float *x, const uint8_t *codes, const float *scales, int64_t n);

@@ -232,8 +232,9 @@ static eng_status check_update(const eng_optimizer *state, const eng_update *upd
 }
 
 /// Returns whether all bits of this moment are 0. It then counts as never updated, although updates
-/// with gradients of zero leave it 0, too. The test also works on a moment that was saved and
-/// loaded.
+/// with gradients of zero leave it 0, too (PyTorch counts updates instead). Because the test reads
+/// only the moment, a resumed run equals a run without a break, and updates that a GPU has skipped
+/// do not count.
 static bool untouched(const tensor *moment)
 {
   const char *at = moment->data;

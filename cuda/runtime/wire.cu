@@ -71,9 +71,11 @@ __device__ static inline void put(e4m3_t *packed, float *scales, quad<float> v, 
     amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, step));
   fp8_scale s = fp8_scale_of(amax, E4M3_MAX, ENG_SCALE_TRANSFORMER_ENGINE, 1, 0, 0, fp8_power(127));
   quad<e4m3_t> q;
-  for (int i = 0; i < EACH; i++)
+  for (int i = 0; i < EACH; i++) {
     q.at[i].bits = f32_is_finite(v.at[i]) ? e4m3_from_f32(v.at[i] * s.factor, FP8_SATURATE) :
                                             (uint8_t)(0x7F | (f32_bits(v.at[i]) >> 24 & 0x80));
+    if (s.scale == 0x1p120f && (q.at[i].bits & 0x7F) == 0x78) q.at[i].bits--;   // 256 becomes 240
+  }
   store(packed, left, q);
   if (threadIdx.x % 32 == 0) scales[block] = s.scale;
 }

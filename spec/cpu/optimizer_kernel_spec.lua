@@ -426,16 +426,17 @@ describe("optimizer state", function()
     end
   end))
 
-  it("starts a momentum with dampening at a parameter's own first gradient", sets.step(function()
+  it("starts momentum with dampening at a parameter's first nonzero gradient", sets.step(function()
     sets.everywhere(function()
-      local set = sets.new({ { 1 }, { 1 } })
+      local set = sets.new({ { 1 }, { 1 }, { 1 } })
       set:optimizer("sgd")
       local hyper = { lr = 1, momentum = 0.5, dampening = 0.5 }
-      set:write_gradients { { 1 }, false }
+      set:write_gradients { { 1 }, false, { 0 } }
       set:update { hyper = hyper, t = 1 }
-      set:write_gradients { { 1 }, { 1 } }
+      set:write_gradients { { 1 }, { 1 }, { 1 } }
       set:update { hyper = hyper, t = 2 }
-      assert.same({ -2, -1 }, { set:weights(1)[1], set:weights(2)[1] })
+      assert.same({ -2, -1, -1 },
+        { set:weights(1)[1], set:weights(2)[1], set:weights(3)[1] })
       set:free()
     end)
   end))

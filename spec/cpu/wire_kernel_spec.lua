@@ -26,7 +26,7 @@ local function numbers(ranks, n, bad)
   if bad then
     rows[1][n] = math.huge
     rows[ranks][1] = 0 / 0
-    rows[math.max(1, ranks - 1)][math.ceil(n / 2)] = 3e38
+    rows[math.max(1, ranks - 1)][math.ceil(n / 2)] = 3.4e38
   end
   return rows
 end
@@ -116,6 +116,13 @@ describe("gradients of several ranks", function()
     -- between the largest number of bf16 and that of f32
     _, flags = reduce({ { 1e6, 1 }, { 3.4028234e38, 1 }, { 1, math.huge } }, "f32", "BF16")
     assert.same({ 0, 8, 2 }, flags)
+  end)
+
+  it("stay finite in FP8 up to the largest number of f32, in messages and in their sum", function()
+    local most, rounded = 0x1.fffffep127, 240 * 2 ^ 120
+    local sum, flags = reduce({ { most, -most, 3.3e38, 1 }, { most, -most, 3.3e38, 1 } }, "f32",
+      "FP8")
+    assert.same({ { rounded, -rounded, rounded, 0 }, { 0, 0 } }, { sum, flags })
   end)
 
   it("are added to existing values, each rounded", function()

@@ -210,13 +210,13 @@ describe("ranks", function()
       local engine = require "engine"
       local net = engine.nn.linear(1, 1)
       engine.trainer { model = net, optimizer = engine.optim.sgd(net), policy = "static",
-        steps = 12, run = arg[1], comm_dtype = arg[2], trap = arg[3],
+        steps = 12, run = arg[1], comm_dtype = arg[2], trap = arg[3], zero = tonumber(arg[4]),
+        accumulate = tonumber(arg[4]),
         data = { next = function() return { x = engine.full({ 1, 1 }, 3.4e38), tokens = 1 } end },
         loss = function(m, b) return m(b.x):sum() end }:run()]])
     local words = "each rank's own gradients are finite, but their sum in comm dtype fp8 is not"
     for _, trap in ipairs { "", "overflow" } do
-      local result = start.run(2, script, { folder .. "/run" .. trap, "fp8",
-        trap ~= "" and trap or nil })
+      local result = start.run(2, script, { folder .. "/run" .. trap, "fp8", trap, "2" })
       local text = result.out .. result.err
       assert.equal(0, result.code, text)
       assert.equal(1, select(2, text:gsub("overflows in a row", "")), text)
@@ -230,8 +230,10 @@ describe("ranks", function()
       assert.matches(words, history:events("stuck")[1].text)
       history:close()
     end
-    -- in bf16 the messages of the ranks are inf already
-    start.run(2, script, { folder .. "/low", "bf16" })
+    -- one pass: in FP8 the messages and their sum are finite, in bf16 the messages are inf
+    start.run(2, script, { folder .. "/fp8", "fp8", "", "1" })
+    assert.same({}, helper.history(folder .. "/fp8", "events", "overflow"))
+    start.run(2, script, { folder .. "/low", "bf16", "", "1" })
     local event = helper.history(folder .. "/low", "events", "overflow")[1]
     for rank = 0, 1 do
       assert.matches(("inf only in the comm dtype from rank %d, first in weight"):format(rank),

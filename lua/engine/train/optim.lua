@@ -257,6 +257,8 @@ end
 --- without f32 masters (docs/numerics.md). In the list, the first value in parentheses after an
 --- option is its default, and `fused` means that an update is one kernel of the core.
 ---   sgd      fused; more options: momentum (0), dampening (0), nesterov (false); lr 1e-2
+---            dampening begins once a tensor's momentum is not all zeros (torch.optim.SGD: from the
+---            tensor's second update on)
 ---   adam     fused; more options: beta1 (0.9), beta2 (0.999), eps (1e-8); weight decay is added to
 ---            the gradient; lr 1e-3
 ---   adamw    fused; as adam, with decoupled weight decay (1e-2); lr 1e-3
