@@ -32,7 +32,6 @@ typedef struct graph_places {
 struct eng_graph {
   const backend *device;
   void          *captured;      // the device's graph; NULL until the end of the capture
-  bool           pinned;        // holds a pin on step and scratch memory (arena_pin)
   eng_params    *set;
   void          *seed;          // address of the loss's gradient
   int32_t        seed_dtype, n_inputs;
@@ -115,7 +114,7 @@ void eng_graph_free(eng_graph *graph)
     outdate_copies(graph->set);
   }
   if (graph->captured) graph->device->graph_free(graph->captured);
-  if (graph->pinned) arena_pin(graph->device->space, -1);
+  arena_pin(graph->device->space, -1);
   tensor_drop(graph->loss);
   params_release(graph->set);
   free(graph);
@@ -147,7 +146,6 @@ eng_status eng_graph_begin(eng_graph **out, eng_params *set, const eng_tensor *b
   outdate_copies(set);
   // launches use the memory that the capture used and freed, so it must not return to the system
   arena_pin(device->space, 1);
-  graph->pinned = true;
   eng_status status = device->capture_begin();
   if (status != ENG_OK) {
     eng_graph_free(graph);

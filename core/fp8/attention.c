@@ -43,7 +43,6 @@ static eng_status run_attention(op_call *c)
   const tensor *q = c->in[0];
   op_call plain = {.op = ENG_OP_attention, .n_in = 3,
                    .in = {c->in[0], c->in[1], c->in[2]},
-                   .out = {c->out[0]},
                    .attention = {.causal = c->fp8_attention.causal,
                                  .entropy = c->fp8_attention.entropy,
                                  .scale = c->fp8_attention.scale}};

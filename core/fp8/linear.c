@@ -156,15 +156,6 @@ static void weight_outdate(params_derived *copy)
   if (weight->source) weight->seen = weight->source->store->writes - 1;
 }
 
-static int64_t weight_bytes(const params_derived *copy)
-{
-  tensor *all[PARAMS_DERIVED];
-  int64_t bytes = 0;
-  for (int k = weight_tensors(all, copy) - 1; k >= 0; k--)
-    bytes += params_part_bytes(all[k]->count, all[k]->dtype);
-  return bytes;
-}
-
 /// ZeRO-3: the rank that owns all of a parameter quantizes it. The other ranks receive the
 /// quantized copy when they use the parameter.
 static eng_status quantize_own(fp8_copies *out, int64_t number, fp8_site *s, parameter *p,
@@ -201,7 +192,7 @@ static eng_status make_weight(fp8_copies *to, const eng_fp8_role *r, const tenso
                               bool transposed, bool coded)
 {
   int64_t rows = w->shape[0], columns = w->shape[1];
-  if (fp8_is_gated(r))
+  if (mx_is_gated(r->mx - 1) || r->dge)
     ENG_TRY(tensor_make(&to->gate, ARENA_PARAMETER, ENG_bf16, 2, w->shape));
   ENG_TRY(make_copy(&to->q, &to->scale, r, rows, columns, coded));
   return transposed ? make_copy(&to->q_t, &to->scale_t, r, columns, rows, coded) : ENG_OK;
@@ -239,8 +230,8 @@ static eng_status weight_copies(fp8_copies *out, fp8_copies *made, int64_t numbe
       weight_free(&c->derived);
       return status;
     }
-    c->derived = (params_derived){weight_free, weight_bytes, weight_outdate, weight_stamp,
-                                  weight_tensors};
+    c->derived =
+      (params_derived){weight_free, weight_outdate, weight_stamp, weight_tensors};
     p->derived = &c->derived;
   }
   *out = c->made;
@@ -276,18 +267,19 @@ enum { OUT_Y, OUT_XQ, OUT_X_SCALE, OUT_WQ, OUT_W_SCALE, OUT_X_GATE, OUT_W_GATE, 
 static int swiglu_of(const tensor *x)
 { return tape_holds(x) && tape_call(x->node)->op == ENG_OP_fp8_swiglu ? x->node : -1; }
 
+/// Returns the call that runs the layer in high precision.
+static op_call plain_linear(const op_call *c)
+{
+  return (op_call){.op = ENG_OP_linear, .n_in = 3,
+                   .in = {c->in[IN_X], c->in[IN_W], c->in[IN_BIAS]}};
+}
+
 static eng_status check_shapes(const fp8_site *s, const op_call *c)
 {
-  const tensor *x = c->in[IN_X], *w = c->in[IN_W], *bias = c->in[IN_BIAS];
-  bool fits = dtype_is_float(x->dtype) && dtype_is_float(w->dtype) && x->ndim >= 1 &&
-              w->ndim == 2 && w->shape[1] == x->shape[x->ndim - 1];
-  FAIL_IF(!fits, ENG_ERR_SHAPE, "linear: expected x [.. x K] and a weight [N x K], got %s and %s%s",
-          tensor_text(x), tensor_text(w), dtype_is_float(x->dtype) && dtype_is_float(w->dtype)
-            ? "" : "; both must be floating-point");
-  if (bias && (!dtype_is_float(bias->dtype) || bias->ndim != 1 || bias->shape[0] != w->shape[0]))
-    return error_set(ENG_ERR_SHAPE, "linear: expected a bias of shape [%lld], got %s%s",
-                     (long long)w->shape[0], tensor_text(bias),
-                     dtype_is_float(bias->dtype) ? "" : "; it must be floating-point");
+  const tensor *x = c->in[IN_X], *w = c->in[IN_W];
+  op_call plain = plain_linear(c);
+  op_shape shape;
+  ENG_TRY(op_infer(&plain, &shape));
   FAIL_IF(w->shape[1] == 0, ENG_ERR_SHAPE, "%s: expected x and a weight with rows of at "
           "least one element in FP8, got %s and %s", s->name, tensor_text(x), tensor_text(w));
   FAIL_IF(s->recipe.role[ENG_FP8_X].keep == ENG_FP8_KEEP_E5M6 && w->shape[1] % 8, ENG_ERR_SHAPE,
@@ -393,7 +385,7 @@ static eng_status forward(op_call *c, fp8_site *s, int compute, bool record, con
   a->round = fp8_amax_last().round;
   ENG_TRY(weight_copies(&wq, &made_w, a->site, s, w, coded));
   if (s->recipe.product[ENG_FP8_FORWARD].high) {
-    ENG_TRY(op_run1(&c->out[OUT_Y], (op_call){.op = ENG_OP_linear, .in = {x, w, bias}}));
+    ENG_TRY(op_run1(&c->out[OUT_Y], plain_linear(c)));
   } else {
     OWNED tensor *flat_y = NULL;
     int64_t shape[ENG_MAX_DIMS];
@@ -424,9 +416,6 @@ static eng_status forward(op_call *c, fp8_site *s, int compute, bool record, con
 eng_status fp8_linear_in_force(op_call *c, fp8_site *s, const op_call *swiglu)
 {
   ENG_TRY(check_shapes(s, c));
-  FAIL_IF(c->out[OUT_Y], ENG_ERR_VALUE,
-          "%s: a linear layer in FP8 cannot write its result into a given tensor; hint: copy the "
-          "result into the tensor", s->name);
   bool record = tape_wants(c), recording = eng_grad_enabled(false);
   c->n_out = 1;
   eng_status status = forward(c, s, op_precision()->compute, record, swiglu);
@@ -443,13 +432,8 @@ static eng_status run_linear(op_call *c)
 {
   fp8_site *s = fp8_site_in_force(c->fp8_linear.site);
   if (s) return fp8_linear_in_force(c, s, NULL);
-  op_call plain = {.op = ENG_OP_linear, .n_in = 3,
-                   .in = {c->in[IN_X], c->in[IN_W], c->in[IN_BIAS]},
-                   .out = {c->out[OUT_Y]}};
-  ENG_TRY(op_run(&plain));
-  c->out[OUT_Y] = plain.out[0];
   c->n_out = 1;
-  return ENG_OK;
+  return op_run1(&c->out[OUT_Y], plain_linear(c));
 }
 
 // ---- backward

@@ -69,10 +69,6 @@ void fp8_release_orphans(void);
 static inline bool fp8_is_square(const eng_fp8_role *r)
 { return r->block_rows == r->block_columns; }
 
-/// Returns whether a gate multiplies the gradient of a role's values.
-static inline bool fp8_is_gated(const eng_fp8_role *r)
-{ return mx_is_gated(r->mx - 1) || r->dge; }
-
 /// Returns a call that quantizes x as a role says. Input 1: the factor of delayed scaling, or NULL.
 static inline op_call fp8_quantize_call(const fp8_site *s, int role, tensor *x, bool transposed)
 {

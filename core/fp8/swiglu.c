@@ -39,18 +39,16 @@ static eng_status keep_inputs(op_call *c, const fp8_site *s)
 static eng_status run_swiglu(op_call *c)
 {
   const fp8_site *s = fp8_site_in_force(c->fp8_swiglu.site);
-  op_call plain = {.op = ENG_OP_swiglu, .n_in = 2, .in = {c->in[0], c->in[1]}, .out = {c->out[0]}};
+  op_call plain = {.op = ENG_OP_swiglu, .n_in = 2, .in = {c->in[0], c->in[1]}};
   bool keeps = recomputes(s) && tape_wants(c), recording = eng_grad_enabled(false);
   eng_grad_enabled(recording && !keeps);
   eng_status status = op_run(&plain);
   eng_grad_enabled(recording);
   c->n_out = 1;
-  if (status != ENG_OK) return status;
-  bool given = c->out[OUT_Y] != NULL;
   c->out[OUT_Y] = plain.out[0];
-  if (keeps) status = keep_inputs(c, s);
+  if (keeps && status == ENG_OK) status = keep_inputs(c, s);
   if (keeps && status == ENG_OK) status = tape_record(c);
-  if (status != ENG_OK && !given) {
+  if (status != ENG_OK) {
     tensor_drop(c->out[OUT_Y]);
     c->out[OUT_Y] = NULL;
   }
@@ -118,7 +116,6 @@ static eng_status run_swiglu_linear(op_call *c)
                     .fp8_swiglu = {.site = site}},
           linear = {.op = ENG_OP_fp8_linear, .n_in = 3,
                     .in = {NULL, c->in[2], c->in[3]},
-                    .out = {c->out[0]},
                     .fp8_linear = {.site = site}};
   if (fits(s, c->in[0], c->in[1])) {
     ENG_TRY(run_in_one(&swiglu, &linear, s));

@@ -18,7 +18,6 @@ typedef struct params_stamp {
 /// the copy begins with this struct.
 typedef struct params_derived {
   void         (*free)(struct params_derived *copy);
-  int64_t      (*bytes)(const struct params_derived *copy);
   // marks the copy for a rebuild at its next use, in the same memory
   void         (*outdate)(struct params_derived *copy);
   params_stamp (*stamp)(const struct params_derived *copy);

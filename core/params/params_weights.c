@@ -113,7 +113,9 @@ void eng_params_bytes(int64_t bytes[4], const eng_params *set)
   bytes[3] = 0;
   for (int i = 0; i < set->n; i++) {
     const params_derived *derived = set->member[i].derived;
-    if (derived) bytes[3] += derived->bytes(derived);
+    tensor *x[PARAMS_DERIVED];
+    for (int k = derived ? derived->tensors(x, derived) - 1 : -1; k >= 0; k--)
+      bytes[3] += params_part_bytes(x[k]->count, x[k]->dtype);
   }
 }
 
