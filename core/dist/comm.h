@@ -145,6 +145,11 @@ eng_status comm_cast(void *to, int to_dtype, const void *from, int from_dtype, i
 /// `count` elements. The caller sets the other fields.
 typedef struct wire_run wire_run;
 wire_run comm_run(void *piece, int comm_dtype, int64_t count, int64_t at);
+/// comm_encode converts the numbers of a run to its packed form, and comm_decode converts this form
+/// to the numbers `to`. `room`: n floats, used in FP8 if `dtype` is not f32.
+eng_status comm_encode(const wire_run *run, int comm_dtype, const void *numbers, int dtype,
+                       float *room);
+eng_status comm_decode(void *to, int dtype, const wire_run *run, int comm_dtype, float *room);
 /// comm_pack, comm_unpack and comm_sum do in host memory what a device's wire_pack, wire_unpack and
 /// wire_sum (backend.h) do in its memory; comm_pack and comm_unpack take a single run. `room`: work
 /// space of n floats for a run of n elements, or 2 n with WIRE_RUN_ADD. comm_sum needs n * count

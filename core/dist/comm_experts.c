@@ -50,56 +50,6 @@ static int64_t rows_bytes(int comm_dtype, int64_t rows, int64_t columns)
   return codes_bytes(rows, columns) + rows * blocks_of(columns) * (int64_t)sizeof(float);
 }
 
-/// Encodes rows as codes and scales, or decodes them. If a row consists of whole blocks, one call
-/// of wire_e4m3_* converts all rows.
-static void convert(bool encode, char *message, float *x, int64_t rows, int64_t columns)
-{
-  bool run = columns % WIRE_BLOCK == 0;
-  int64_t n = run ? 1 : rows, each = run ? rows * columns : columns;
-  for (int64_t r = 0; r < n; r++) {
-    uint8_t *codes = (uint8_t *)message + r * each;
-    float *scales = (float *)(message + codes_bytes(rows, columns)) + r * blocks_of(columns);
-    if (encode) wire_e4m3_encode(codes, scales, x + r * each, each);
-    else wire_e4m3_decode(x + r * each, codes, scales, each);
-  }
-}
-
-static eng_status unpack_rows(void *to, int dtype, char *message, int comm_dtype, int64_t rows,
-                              int64_t columns)
-{
-  if (comm_dtype != ENG_e4m3) return comm_cast(to, dtype, message, comm_dtype, rows * columns);
-  float *numbers = dtype == ENG_f32 ? to : buffer[ROOM].memory;
-  convert(false, message, numbers, rows, columns);
-  return dtype == ENG_f32 ? ENG_OK : comm_cast(to, dtype, numbers, ENG_f32, rows * columns);
-}
-
-/// Adds to `facts` the squares of the numbers in ROOM (f32) and the squares of their rounding
-/// errors. Skips numbers that are inf or nan before or after packing.
-static eng_status measure(eng_exchange_facts *facts, char *message, int comm_dtype, int64_t rows,
-                          int64_t columns)
-{
-  const float *x = buffer[ROOM].memory;
-  float *back = (float *)buffer[ROOM].memory + rows * columns;
-  ENG_TRY(unpack_rows(back, ENG_f32, message, comm_dtype, rows, columns));
-  for (int64_t i = 0; i < rows * columns; i++) {
-    if (!f32_is_finite(x[i]) || !f32_is_finite(back[i])) continue;
-    double value = x[i], error = value - back[i];
-    facts->signal += value * value;
-    facts->error += error * error;
-  }
-  return ENG_OK;
-}
-
-static eng_status pack_rows(char *message, int comm_dtype, const void *from, int dtype,
-                            int64_t rows, int64_t columns, eng_exchange_facts *facts)
-{
-  if (comm_dtype == ENG_e4m3 || facts)
-    ENG_TRY(comm_cast(buffer[ROOM].memory, ENG_f32, from, dtype, rows * columns));
-  if (comm_dtype == ENG_e4m3) convert(true, message, buffer[ROOM].memory, rows, columns);
-  else ENG_TRY(comm_cast(message, comm_dtype, from, dtype, rows * columns));
-  return facts ? measure(facts, message, comm_dtype, rows, columns) : ENG_OK;
-}
-
 // ------------------------------------------------------------------ the exchange
 
 typedef struct exchange {
@@ -166,16 +116,13 @@ static int64_t all_bytes(const exchange *e, const int64_t *rows)
   return bytes;
 }
 
-// ------------------------------------------------------------------ between cards
-
-/// Lists the runs that the device copies between a tensor's rows and their messages. All rows of a
-/// peer form one run. In FP8, however, each row is a run unless a row consists of whole blocks.
-/// Returns the number of runs. If `runs` is NULL, only counts the runs.
-static int64_t list_runs(wire_run *runs, int64_t *longest, const exchange *e, const tensor *x,
+/// Lists the runs that are packed from the rows at `numbers` into the messages at `message`, or
+/// unpacked. All rows of a peer form one run. In FP8, however, each row is a run unless a row
+/// consists of whole blocks. Returns the number of runs. If `runs` is NULL, only counts the runs.
+static int64_t list_runs(wire_run *runs, int64_t *longest, const exchange *e, char *numbers,
                          const int64_t *rows, char *message)
 {
-  char *numbers = x->data;
-  int64_t n_runs = 0, size = eng_dtype_size(x->dtype), columns = e->columns;
+  int64_t n_runs = 0, size = eng_dtype_size(e->from->dtype), columns = e->columns;
   *longest = 0;
   for (int peer = 0; peer < e->comm->size; peer++) {
     int64_t n = rows[peer], pieces = n == 0                                              ? 0
@@ -197,19 +144,21 @@ static int64_t list_runs(wire_run *runs, int64_t *longest, const exchange *e, co
   return n_runs;
 }
 
+// ------------------------------------------------------------------ between cards
+
 static eng_status run_between_cards(exchange *e, eng_exchange_facts *facts)
 {
   const backend *card = backend_of_space(SPACE_CUDA);
-  int64_t longest, longest_in, n_out = list_runs(NULL, &longest, e, e->from, e->send, NULL),
-                               n_in = list_runs(NULL, &longest_in, e, e->to, e->receive, NULL);
+  int64_t longest, longest_in, n_out = list_runs(NULL, &longest, e, NULL, e->send, NULL),
+                               n_in = list_runs(NULL, &longest_in, e, NULL, e->receive, NULL);
   int64_t bytes = (n_out + n_in) * (int64_t)sizeof(wire_run), flags = (int64_t)sizeof(uint32_t);
   ENG_TRY(reserve(THERE_OUT, all_bytes(e, e->send)));
   ENG_TRY(reserve(THERE_IN, all_bytes(e, e->receive)));
   ENG_TRY(reserve(THERE_TABLE, bytes + flags));
   ENG_TRY(reserve(ROOM, bytes));
   wire_run *runs = buffer[ROOM].memory;
-  list_runs(runs, &longest, e, e->from, e->send, buffer[THERE_OUT].memory);
-  list_runs(runs + n_out, &longest_in, e, e->to, e->receive, buffer[THERE_IN].memory);
+  list_runs(runs, &longest, e, e->from->data, e->send, buffer[THERE_OUT].memory);
+  list_runs(runs + n_out, &longest_in, e, e->to->data, e->receive, buffer[THERE_IN].memory);
   const wire_run *runs_there = buffer[THERE_TABLE].memory;
   // wire_pack needs memory for flags. Nothing reads the flags, because inf and nan show in the
   // results.
@@ -224,44 +173,69 @@ static eng_status run_between_cards(exchange *e, eng_exchange_facts *facts)
                            e->to->dtype);
 }
 
-/// Packs all outgoing rows into OUT. Adds the results of `measure` to `facts`, unless that is NULL.
+// ------------------------------------------------------------------ on the host
+
+/// Adds to `facts` the squares of a run's numbers and the squares of their rounding errors. Skips
+/// numbers that are inf or nan before or after packing. Uses ROOM.
+static eng_status measure(eng_exchange_facts *facts, const wire_run *run, int comm_dtype, int dtype)
+{
+  float *x = buffer[ROOM].memory, *back = x + run->n;
+  ENG_TRY(comm_cast(x, ENG_f32, run->numbers, dtype, run->n));
+  ENG_TRY(comm_decode(back, ENG_f32, run, comm_dtype, NULL));
+  for (int64_t i = 0; i < run->n; i++) {
+    if (!f32_is_finite(x[i]) || !f32_is_finite(back[i])) continue;
+    double value = x[i], error = value - back[i];
+    facts->signal += value * value;
+    facts->error += error * error;
+  }
+  return ENG_OK;
+}
+
+/// Packs the rows at `numbers`, in host memory, into the messages at `message`, or unpacks them.
+/// Measures what is packed unless `facts` is NULL.
+static eng_status convert(exchange *e, bool pack, char *numbers, const int64_t *rows, char *message,
+                          eng_exchange_facts *facts)
+{
+  int dtype = e->from->dtype;
+  int64_t longest, n = list_runs(NULL, &longest, e, NULL, rows, NULL);
+  FREED wire_run *runs = malloc(((size_t)n + 1) * sizeof *runs);
+  FAIL_IF(!runs, ENG_ERR_MEMORY, "out of memory for %lld rows", (long long)n);
+  list_runs(runs, &longest, e, numbers, rows, message);
+  ENG_TRY(reserve(ROOM, 2 * longest * (int64_t)sizeof(float)));
+  float *room = buffer[ROOM].memory;
+  for (const wire_run *run = runs; run < runs + n; run++) {
+    if (pack) ENG_TRY(comm_encode(run, e->comm_dtype, run->numbers, dtype, room));
+    else ENG_TRY(comm_decode(run->numbers, dtype, run, e->comm_dtype, room));
+    if (facts) ENG_TRY(measure(facts, run, e->comm_dtype, dtype));
+  }
+  return ENG_OK;
+}
+
+/// Packs all outgoing rows into OUT.
 static eng_status pack_all(exchange *e, eng_exchange_facts *facts)
 {
   const tensor *x = e->from;
-  int64_t size = eng_dtype_size(x->dtype);
-  const char *from = x->data;
+  int64_t bytes = x->count * eng_dtype_size(x->dtype);
+  char *from = x->data;
   ENG_TRY(reserve(OUT, all_bytes(e, e->send)));
-  ENG_TRY(reserve(ROOM, 2 * e->largest * e->columns * (int64_t)sizeof(float)));
   if (x->store->space != SPACE_HOST) {
-    ENG_TRY(reserve(HOST, x->count * size));
-    ENG_TRY(transfer_to_host(buffer[HOST].memory, x->store->space, from, x->count * size));
+    ENG_TRY(reserve(HOST, bytes));
+    ENG_TRY(transfer_to_host(buffer[HOST].memory, x->store->space, from, bytes));
     from = buffer[HOST].memory;
   }
-  char *out = buffer[OUT].memory;
-  for (int peer = 0; peer < e->comm->size; peer++) {
-    ENG_TRY(pack_rows(out, e->comm_dtype, from, x->dtype, e->send[peer], e->columns, facts));
-    out += rows_bytes(e->comm_dtype, e->send[peer], e->columns);
-    from += e->send[peer] * e->columns * size;
-  }
-  return ENG_OK;
+  return convert(e, true, from, e->send, buffer[OUT].memory, facts);
 }
 
 /// Unpacks all received rows from IN.
 static eng_status unpack_all(exchange *e)
 {
   const tensor *y = e->to;
-  int64_t size = eng_dtype_size(y->dtype);
+  int64_t bytes = y->count * eng_dtype_size(y->dtype);
   bool here = y->store->space == SPACE_HOST;
-  if (!here) ENG_TRY(reserve(HOST, y->count * size));
+  if (!here) ENG_TRY(reserve(HOST, bytes));
   char *to = here ? y->data : buffer[HOST].memory;
-  char *in = buffer[IN].memory;
-  for (int peer = 0; peer < e->comm->size; peer++) {
-    ENG_TRY(unpack_rows(to, y->dtype, in, e->comm_dtype, e->receive[peer], e->columns));
-    in += rows_bytes(e->comm_dtype, e->receive[peer], e->columns);
-    to += e->receive[peer] * e->columns * size;
-  }
-  return here ? ENG_OK
-              : transfer_from_host(y->store->space, y->data, buffer[HOST].memory, y->count * size);
+  ENG_TRY(convert(e, false, to, e->receive, buffer[IN].memory, NULL));
+  return here ? ENG_OK : transfer_from_host(y->store->space, y->data, to, bytes);
 }
 
 static eng_status run(exchange *e, eng_exchange_facts *facts)

@@ -53,8 +53,8 @@ wire_run comm_run(void *piece, int comm_dtype, int64_t count, int64_t at)
   return run;
 }
 
-static eng_status encode(const wire_run *r, int comm_dtype, const void *numbers, int dtype,
-                         float *room)
+eng_status comm_encode(const wire_run *r, int comm_dtype, const void *numbers, int dtype,
+                       float *room)
 {
   if (comm_dtype != ENG_e4m3) return comm_cast(r->packed, comm_dtype, numbers, dtype, r->n);
   if (dtype != ENG_f32) ENG_TRY(comm_cast(room, ENG_f32, numbers, dtype, r->n));
@@ -62,7 +62,7 @@ static eng_status encode(const wire_run *r, int comm_dtype, const void *numbers,
   return ENG_OK;
 }
 
-static eng_status decode(void *to, int dtype, const wire_run *r, int comm_dtype, float *room)
+eng_status comm_decode(void *to, int dtype, const wire_run *r, int comm_dtype, float *room)
 {
   if (comm_dtype != ENG_e4m3) return comm_cast(to, dtype, r->packed, comm_dtype, r->n);
   wire_e4m3_decode(dtype == ENG_f32 ? to : room, r->packed, r->scales, r->n);
@@ -73,10 +73,10 @@ eng_status comm_pack(uint32_t *flags, const wire_run *r, int comm_dtype, int dty
 {
   bool there = r->how & WIRE_RUN_THERE;
   int size = eng_dtype_size(comm_dtype), own = there ? wire_flags(r->numbers, dtype, r->n) : 0;
-  if (there) ENG_TRY(encode(r, comm_dtype, r->numbers, dtype, room));
+  if (there) ENG_TRY(comm_encode(r, comm_dtype, r->numbers, dtype, room));
   else {
     memset(room, 0, (size_t)r->n * sizeof *room);
-    ENG_TRY(encode(r, comm_dtype, room, ENG_f32, NULL));
+    ENG_TRY(comm_encode(r, comm_dtype, room, ENG_f32, NULL));
   }
   if (r->how & WIRE_RUN_FILL)
     memset((char *)r->packed + r->n * size, 0, (size_t)((comm_padded(r->n) - r->n) * size));
@@ -109,8 +109,8 @@ static eng_status add(void *to, const void *numbers, int dtype, int64_t n)
 
 eng_status comm_unpack(const wire_run *r, int comm_dtype, int dtype, float *room)
 {
-  if (!(r->how & WIRE_RUN_ADD)) return decode(r->numbers, dtype, r, comm_dtype, room);
-  ENG_TRY(decode(room + r->n, dtype, r, comm_dtype, room));
+  if (!(r->how & WIRE_RUN_ADD)) return comm_decode(r->numbers, dtype, r, comm_dtype, room);
+  ENG_TRY(comm_decode(room + r->n, dtype, r, comm_dtype, room));
   return add(r->numbers, room + r->n, dtype, r->n);
 }
 
@@ -121,12 +121,12 @@ eng_status comm_sum(void *out, const float **terms, int n, int64_t count, int co
     wire_run term = comm_run((void *)terms[k], comm_dtype, count, 0);
     term.n = count;
     terms[k] = room + count * k;
-    ENG_TRY(decode(room + count * k, ENG_f32, &term, comm_dtype, NULL));
+    ENG_TRY(comm_decode(room + count * k, ENG_f32, &term, comm_dtype, NULL));
   }
   wire_sum(room, terms, n, count, share);
   wire_run sum = comm_run(out, comm_dtype, count, 0);
   sum.n = count;
-  return encode(&sum, comm_dtype, room, ENG_f32, NULL);
+  return comm_encode(&sum, comm_dtype, room, ENG_f32, NULL);
 }
 
 eng_status eng_comm_dtype_round(float *x, int64_t n, int comm_dtype)
@@ -141,6 +141,6 @@ eng_status eng_comm_dtype_round(float *x, int64_t n, int comm_dtype)
           (long long)n);
   wire_run run = comm_run(piece, dtype, count, 0);
   run.n = n;
-  ENG_TRY(encode(&run, dtype, x, ENG_f32, NULL));
-  return decode(x, ENG_f32, &run, dtype, NULL);
+  ENG_TRY(comm_encode(&run, dtype, x, ENG_f32, NULL));
+  return comm_decode(x, ENG_f32, &run, dtype, NULL);
 }
