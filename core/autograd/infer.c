@@ -1,6 +1,6 @@
 // Shape and dtype rules: what each operation accepts, and the shapes and dtypes of its outputs. See
 // op.h. This file has the rules of elementwise operations, reductions and indexing, and the table
-// of all rules. Owns this table. Called by op.c, gradient.c and grad_nn.c.
+// of all rules. Owns this table. Called by op.c, gradient.c, grad_nn.c and fp8/.
 #include "base/error.h"
 #include "base/numerics.h"
 #include "infer.h"

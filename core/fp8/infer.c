@@ -137,24 +137,7 @@ static eng_status infer_dequantize(op_call *c, op_shape *s)
 
 static eng_status want_mx(const op_call *c, int64_t format, int64_t rows, int64_t columns,
                           int64_t rule)
-{
-  const char *name = op_name(c);
-  FAIL_IF(format != ENG_e4m3 && format != ENG_e5m2 &&
-          (format < ENG_FORMAT_E2M1 || format > ENG_FORMAT_MXINT8), ENG_ERR_DTYPE,
-          "%s: expected the format e4m3, e5m2, e2m1, e2m3, e3m2 or mxint8, got %s (number %lld)",
-          name, fp8_format_name(format), (long long)format);
-  ENG_TRY(want_between(c, "a scale rule", rule, 0, ENG_MX_RULES - 1));
-  FAIL_IF((mx_is_nvfp4(rule) || mx_is_fitted(rule)) && format != ENG_FORMAT_E2M1, ENG_ERR_VALUE,
-          "%s: the rule %s needs the format e2m1, got %s", name, fp8_rule_name(rule),
-          fp8_format_name(format));
-  FAIL_IF(rows < 1 || rows > 128 || columns < 1 || columns > 128, ENG_ERR_VALUE,
-          "%s: expected blocks of 1 to 128 rows and columns, got %lld x %lld (0 means the whole "
-          "dimension)", name,
-          (long long)rows, (long long)columns);
-  FAIL_IF(format == ENG_FORMAT_E2M1 && columns % 2, ENG_ERR_VALUE, "%s: e2m1 packs pairs, so a "
-          "block needs an even number of columns, got %lld", name, (long long)columns);
-  return ENG_OK;
-}
+{ return error_prefix(fp8_check_mx(format, rows, columns, rule), "%s", op_name(c)); }
 
 static eng_status want_amax(const op_call *c, int k)
 {

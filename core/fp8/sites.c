@@ -204,23 +204,30 @@ static eng_status check_msamp_role(const eng_fp8_recipe *recipe, int role, const
                    r->stochastic, r->factor, r->dge, r->clamp);
 }
 
+eng_status fp8_check_mx(int64_t format, int64_t rows, int64_t columns, int64_t rule)
+{
+  FAIL_IF(format != ENG_e4m3 && format != ENG_e5m2 &&
+          (format < ENG_FORMAT_E2M1 || format > ENG_FORMAT_MXINT8), ENG_ERR_DTYPE,
+          "expected the format e4m3, e5m2, e2m1, e2m3, e3m2 or mxint8, got %s (number %lld)",
+          fp8_format_name(format), (long long)format);
+  FAIL_IF(rule < 0 || rule >= ENG_MX_RULES, ENG_ERR_VALUE,
+          "expected a scale rule from 0 to %d, got %lld", ENG_MX_RULES - 1, (long long)rule);
+  FAIL_IF((mx_is_nvfp4(rule) || mx_is_fitted(rule)) && format != ENG_FORMAT_E2M1, ENG_ERR_VALUE,
+          "the rule %s needs the format e2m1, got %s", fp8_rule_name(rule),
+          fp8_format_name(format));
+  FAIL_IF(rows < 1 || rows > 128 || columns < 1 || columns > 128 ||
+          (format == ENG_FORMAT_E2M1 && columns % 2), ENG_ERR_VALUE,
+          "expected blocks of 1 to 128 rows and columns (for e2m1, an even number of columns), got "
+          "%lld x %lld (0 means the whole dimension)", (long long)rows, (long long)columns);
+  return ENG_OK;
+}
+
 static eng_status check_mx_role(const eng_fp8_recipe *recipe, int role, const eng_fp8_role *r)
 {
   if (r->mx - 1 == ENG_MX_MSAMP_FP4) return check_msamp_role(recipe, role, r);
   bool again = role != ENG_FP8_DY && recipe->backward[role].mx,
        backward = r != &recipe->role[role];
-  bool fits = r->block_rows >= 1 && r->block_rows <= 128 && r->block_columns >= 1 &&
-              r->block_columns <= 128 && (r->format != ENG_FORMAT_E2M1 || !(r->block_columns % 2)),
-       known = r->format == ENG_e4m3 || r->format == ENG_e5m2 ||
-               (r->format >= ENG_FORMAT_E2M1 && r->format <= ENG_FORMAT_MXINT8);
-  FAIL_IF(!known || r->mx < 0 || r->mx > ENG_MX_RULES ||
-          ((mx_is_nvfp4(r->mx - 1) || mx_is_fitted(r->mx - 1)) && r->format != ENG_FORMAT_E2M1),
-          ENG_ERR_DTYPE, "expected the format e4m3, e5m2, e2m1, e2m3, e3m2 or mxint8 (only e2m1 "
-          "with the rules nvfp4, four_over_six, quest and ms_eden), got %s with the rule %s "
-          "(number %d)", fp8_format_name(r->format), fp8_rule_name(r->mx - 1), r->mx - 1);
-  FAIL_IF(!fits, ENG_ERR_VALUE, "expected blocks of 1 to 128 rows and columns (for e2m1, an even "
-          "number of columns), got %d x %d (0 means the whole dimension)", r->block_rows,
-          r->block_columns);
+  ENG_TRY(fp8_check_mx(r->format, r->block_rows, r->block_columns, r->mx - 1));
   FAIL_IF(r->stochastic < 0 || r->stochastic > 24 ||
           !(r->factor == 0 || (r->factor >= 0.5 && r->factor <= 1)) ||
           (mx_is_four_over_six(r->mx - 1) && (r->stochastic || r->factor != 0)), ENG_ERR_VALUE,

@@ -26,6 +26,8 @@ extern const char *const fp8_role_name[], *const fp8_product_name[];
 /// microscaling (ENG_MX_*), or "unknown".
 const char *fp8_format_name(int64_t format);
 const char *fp8_rule_name(int64_t rule);
+/// Checks a format, blocks and a rule of microscaling. Errors: DTYPE, VALUE.
+eng_status fp8_check_mx(int64_t format, int64_t rows, int64_t columns, int64_t rule);
 extern const int fp8_factors[ENG_FP8_PRODUCTS][2];   // the roles that a product multiplies
 
 eng_status fp8_site_get(fp8_site **out, int64_t site);
