@@ -29,7 +29,7 @@ static struct {
   void          *library;
   char           text[640];         // version and file
   const backend *card;
-  int32_t        rank, size, local_size;
+  int32_t        rank, size;
   nccl_comm      comm[COMM_STREAMS];
   void          *stream[COMM_STREAMS];
   bool           direct;            // comm_cards_decide enabled card-to-card messages
@@ -390,12 +390,14 @@ static void end_all(int code)
 
 static void finish(void) {}
 
+static comm_transport transport;
+
 static const char *describe(void)
 {
   static char text[128];
   snprintf(text, sizeof text, "NCCL %.*s without MPI, %d rank%s, %d of them here",
            (int)strcspn(nccl.text, ","), nccl.text, nccl.size, nccl.size > 1 ? "s" : "",
-           nccl.local_size);
+           transport.local_size);
   return text;
 }
 
@@ -408,15 +410,13 @@ static eng_status count_local(void)
   FAIL_IF(!names, ENG_ERR_MEMORY, "out of memory for the host names of %d ranks", nccl.size);
   gethostname(own, sizeof own - 1);
   eng_status status = eng_comm_all_gather(&comm_world, names, own, NAME);
-  nccl.local_size = 0;
   for (int r = 0; r < nccl.size; r++)
-    nccl.local_size += strcmp(names + (size_t)r * NAME, own) == 0;
+    transport.local_size += strcmp(names + (size_t)r * NAME, own) == 0;
   return status;
 }
 
 eng_status comm_nccl_world(const comm_transport **out, int rank, int size, const char *where)
 {
-  static comm_transport transport;
   nccl_id id = {{0}};
   *out = NULL;
   FAIL_IF(wish_of_process() == WISH_OFF, ENG_ERR_LIBRARY, "ENGINE_NCCL=off, but these processes "
@@ -442,7 +442,6 @@ eng_status comm_nccl_world(const comm_transport **out, int rank, int size, const
                                .describe = describe};
   comm_world.transport = &transport;                  // for count_local
   ENG_TRY(count_local());
-  transport.local_size = nccl.local_size;
   *out = &transport;
   return ENG_OK;
 }
