@@ -22,6 +22,8 @@
 
 #include <string.h>
 
+static const char SUM[] = "the sum of gradients";     // for error messages
+
 // ------------------------------------------------------------------ sending and summing
 
 /// Packs the gradients of a bucket into the messages to all ranks. The last bytes of a message are
@@ -207,8 +209,8 @@ static eng_status move_on(eng_parallel *p, bucket *b)
     bucket_done(p, b);
   }
   while (b->state == BUCKET_OUT || b->state == BUCKET_BACK) {
-    bool arrived = true;
-    if (b->exchange) ENG_TRY(b->comm->transport->test(&arrived, b->exchange));
+    bool arrived;
+    ENG_TRY(comm_test(&arrived, b->comm, b->exchange, SUM));
     if (!arrived) return ENG_OK;
     p->arrived++;
     b->exchange = NULL;
@@ -236,7 +238,7 @@ static eng_status advance(eng_parallel *p, double *since)
 {
   int64_t before = p->arrived;
   ENG_TRY(progress(p));
-  if (p->arrived == before) return comm_pause(since, "the sum of gradients");
+  if (p->arrived == before) return comm_pause(since, SUM);
   *since = eng_clock();
   return ENG_OK;
 }
@@ -350,7 +352,7 @@ eng_status eng_parallel_finish(eng_parallel *p)
   }
   for (int k = 0; k < p->n_buckets; k++) p->buckets[k].left = 0;
   ENG_TRY(send_complete(p));
-  if (p->cards) ENG_TRY(comm_stream_wait(STREAM_GRADIENTS, "the sum of gradients"));
+  if (p->cards) ENG_TRY(comm_stream_wait(STREAM_GRADIENTS, SUM));
   while (p->under_way > 0) ENG_TRY(advance(p, &since));
   if (p->cards) ENG_TRY(read_flags(p));
   double now = eng_clock();

@@ -251,7 +251,7 @@ static bool untouched(const tensor *moment)
   return true;
 }
 
-/// Returns whether parameter i's moment was ever updated. Once the moment was found to be nonzero,
+/// Returns whether parameter i's moment counts as updated. Once the moment was found to be nonzero,
 /// it is not read again until a script writes to it, because a read may have to wait for a GPU.
 static bool has_begun(eng_optimizer *state, int i)
 {
