@@ -38,7 +38,7 @@ int grad_dtype(const grad_call *g, int k);
 
 /// Returns the gradient buffer of input k if that input is a parameter with the node's relative
 /// scale, or NULL if the rule must emit the gradient: for all other inputs, and for a parameter
-/// whose terms are rounded before they are summed (params_sums_terms) or whose gradient has no
+/// whose terms are rounded before they are summed (params_sums_terms) or whose gradient gets no
 /// memory. The rule can write the gradient into this buffer instead of emitting it; if *accumulate
 /// is true, the rule must add to the contents.
 tensor *grad_target(grad_call *g, int k, bool *accumulate);

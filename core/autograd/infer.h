@@ -9,10 +9,10 @@
 #include "ops.def"
 
 /// Set the dtype and shape of output k. put_like uses the shape of x; put_outer uses the shape of x
-/// without its last `drop` dimensions.
+/// without its last dimension.
 void put_out(op_shape *s, int k, int dtype, int ndim, const int64_t *shape);
 void put_like(op_shape *s, int k, int dtype, const tensor *x);
-void put_outer(op_shape *s, int k, int dtype, const tensor *x, int drop);
+void put_outer(op_shape *s, int k, int dtype, const tensor *x);
 
 /// Check input k. want_float: its dtype is floating-point. want_floats: the dtypes of the first n
 /// inputs are floating-point. want_index: its dtype is an integer dtype, not bool; `what` names the

@@ -52,8 +52,8 @@ void put_out(op_shape *s, int k, int dtype, int ndim, const int64_t *shape)
 void put_like(op_shape *s, int k, int dtype, const tensor *x)
 { put_out(s, k, dtype, x->ndim, x->shape); }
 
-void put_outer(op_shape *s, int k, int dtype, const tensor *x, int drop)
-{ put_out(s, k, dtype, x->ndim - drop, x->shape); }
+void put_outer(op_shape *s, int k, int dtype, const tensor *x)
+{ put_out(s, k, dtype, x->ndim - 1, x->shape); }
 
 eng_status want_float(const op_call *c, int k)
 {

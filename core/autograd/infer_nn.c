@@ -125,8 +125,8 @@ static eng_status norm(op_call *c, op_shape *s, bool layer, bool adds)
       statistics = wide_of(dtype);
   put_like(s, 0, dtype, x);
   if (adds) put_like(s, 1, dtype, x);
-  put_outer(s, next, statistics, x, 1);
-  if (layer) put_outer(s, next + 1, statistics, x, 1);
+  put_outer(s, next, statistics, x);
+  if (layer) put_outer(s, next + 1, statistics, x);
   return ENG_OK;
 }
 
@@ -150,8 +150,7 @@ static eng_status norm_grad(op_call *c, op_shape *s, bool layer)
 }
 
 eng_status infer_layer_norm(op_call *c, op_shape *s)      { return norm(c, s, true, false); }
-eng_status infer_rms_norm(op_call *c, op_shape *s)
-{ return norm(c, s, false, false); }
+eng_status infer_rms_norm(op_call *c, op_shape *s)        { return norm(c, s, false, false); }
 eng_status infer_add_layer_norm(op_call *c, op_shape *s)  { return norm(c, s, true, true); }
 eng_status infer_add_rms_norm(op_call *c, op_shape *s)    { return norm(c, s, false, true); }
 eng_status infer_layer_norm_grad(op_call *c, op_shape *s) { return norm_grad(c, s, true); }
@@ -257,8 +256,8 @@ eng_status infer_cross_entropy(op_call *c, op_shape *s)
   ENG_TRY(want_classes(c));
   int dtype = wide_of(x->dtype);
   if (c->cross_entropy.reduction) put_out(s, 0, dtype, 0, NULL);
-  else put_outer(s, 0, dtype, x, 1);
-  put_outer(s, 1, dtype, x, 1);
+  else put_outer(s, 0, dtype, x);
+  put_outer(s, 1, dtype, x);
   return ENG_OK;
 }
 

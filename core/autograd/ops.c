@@ -1,7 +1,6 @@
 // The table of operations, generated from ops.def. See op.h. Called by this folder, dist/ and Lua.
 #include "op.h"
 
-#include "base/numerics.h"
 
 enum {
   ALL = ~0,

@@ -1,4 +1,5 @@
-// Functions of engine.h on single tensors: create, keep, free, read, write, fill. Called by Lua.
+// Functions of engine.h on single tensors: create, keep, free, read, write, fill. Called by Lua,
+// store/ and main/.
 // The functions for operations are in op.c, and those for gradients are in gradient.c.
 #include "base/error.h"
 #include "base/numerics.h"

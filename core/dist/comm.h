@@ -99,7 +99,7 @@ eng_status comm_test(bool *done, const eng_comm *comm, void *exchange, const cha
 /// Waits until an exchange has finished, with the timeout of comm_exchange.
 eng_status comm_await(const eng_comm *comm, void *exchange, const char *what);
 /// Starts an exchange and waits for it. After the timeout (eng_comm_timeout), ends the job with a
-/// message that names the ranks that did not reach `what`.
+/// message. If the transport can probe, the message names the ranks that did not reach `what`.
 eng_status comm_exchange(eng_comm *comm, const comm_message *messages, int n, int tag,
                          const char *what);
 /// True after an exchange was abandoned because of an error. Other ranks may wait forever for the
@@ -126,7 +126,8 @@ void comm_watched(comm_watch_mark before);
 // ---- comm.c: collectives that engine.h does not declare
 
 /// Reduces `values` over the ranks, in place: sums values[0..n_sums), and takes the maxima of the
-/// next n_maxima values, where NaN exceeds every number. Takes about log2(n) exchanges for n ranks.
+/// next n_maxima values, where NaN exceeds every number. Takes about log2(n) exchanges for n ranks;
+/// two if more than 4096 values are all sums or all maxima.
 eng_status comm_reduce_both(eng_comm *comm, double *values, int n_sums, int n_maxima,
                             const char *what);
 

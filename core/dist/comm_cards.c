@@ -14,7 +14,6 @@
 #include "base/error.h"
 #include "device/transfer.h"
 
-#include <stdlib.h>
 #include <string.h>
 
 /// Sizes of one bucket's table. The table lists, in this order, the pieces to sum, the runs to pack

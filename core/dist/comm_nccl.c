@@ -8,8 +8,8 @@
 // issue work on two streams in different orders. NCCL allows that as long as the kernels of all
 // streams fit on a card at once: each stream runs one kernel at a time, of at most 32 blocks
 // (NCCL_MAX_CTAS).
-// Owns the library, the communicators and the staging memory of host messages. Called by world.c
-// and the other files of this folder.
+// Owns the library, the communicators and the staging memory of host messages. Called by Lua and
+// the other files of this folder.
 #define _GNU_SOURCE
 #include "comm_nccl.h"
 

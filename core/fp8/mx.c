@@ -20,7 +20,6 @@
 #include "base/rng.h"
 #include "device/transfer.h"
 
-#include <math.h>
 #include <stdlib.h>
 
 static eng_status copy_into(tensor *out, tensor *x)

@@ -1,6 +1,6 @@
 // Sites: the linear layers under an FP8 recipe. A site has a name, its recipe, the factors of
 // delayed scaling, the amaxes of its quantizations, and meters. See sites.h; engine_fp8.h has the
-// contracts. Owns the table of sites. Called by Lua and by the FP8 layers.
+// contracts. Owns the table of sites. Called by Lua and the other files of this folder.
 #include "sites.h"
 
 #include "base/array.h"

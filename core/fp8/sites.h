@@ -4,7 +4,6 @@
 
 #include "autograd/gradient.h"
 #include "autograd/op.h"
-#include "base/mx.h"
 
 typedef struct fp8_site {
   char    *name;

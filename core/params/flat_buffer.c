@@ -1,6 +1,6 @@
 // Flat buffers: one allocation divided into a tensor per parameter, for weights, gradients and
 // moments. A released buffer waits in a list while a view uses it or the tape has operations. Owns
-// the list. Called by this folder, fp8/ and dist/.
+// the list. Called by this folder and dist/.
 #include "params.h"
 
 #include "base/error.h"

@@ -9,7 +9,6 @@
 #include "base/numerics.h"
 
 #include <math.h>
-#include <stdlib.h>
 #include <string.h>
 
 static eng_status room_for(pending_stats *p, eng_params *set, bool on_host)
