@@ -1,7 +1,6 @@
 // The table of operations, generated from ops.def. See op.h. Called by this folder, dist/ and Lua.
 #include "op.h"
 
-
 enum {
   ALL = ~0,
   I0 = 1, I1 = 2, I2 = 4, I3 = 8, I4 = 16, I5 = 32,

@@ -9,18 +9,15 @@
 #include <stdlib.h>
 #include <string.h>
 
-/// Messages in flight. A finished exchange goes to a free list and is reused, so that steps after
-/// the first allocate nothing.
+/// Messages in flight.
 typedef struct exchange {
-  struct exchange *next;
-  int          n, receives, capacity;
+  int          n, receives;
   MPI_Request *request;
   MPI_Status  *status;      // of each request, with its error
   comm_message *message;    // of each request, with the peer's world number
 } exchange;
 
 static const comm_host *core;
-static exchange *spare;
 static MPI_Comm everybody;
 
 static eng_status failed(const char *what, int code)
@@ -46,33 +43,24 @@ static eng_status wrong_length(const comm_message *m, int got)
   return core->error(ENG_ERR_LIBRARY, text);
 }
 
-static exchange *take(int n)
+static void release(exchange *e)
 {
-  exchange **at = &spare;
-  while (*at && (*at)->capacity < n) at = &(*at)->next;
-  exchange *e = *at;
-  if (e) {
-    *at = e->next;
-    return e;
-  }
-  e = calloc(1, sizeof *e);
-  if (!e) return NULL;
-  e->capacity = n < 8 ? 8 : n;
-  e->request = malloc((size_t)e->capacity * sizeof *e->request);
-  e->status = malloc((size_t)e->capacity * sizeof *e->status);
-  e->message = malloc((size_t)e->capacity * sizeof *e->message);
-  if (e->request && e->status && e->message) return e;
   free(e->request);
   free(e->status);
   free(e->message);
   free(e);
-  return NULL;
 }
 
-static void give(exchange *e)
+static exchange *make(int n)
 {
-  e->next = spare;
-  spare = e;
+  exchange *e = calloc(1, sizeof *e);
+  if (!e) return NULL;
+  e->request = calloc((size_t)n, sizeof *e->request);
+  e->status = calloc((size_t)n, sizeof *e->status);
+  e->message = calloc((size_t)n, sizeof *e->message);
+  if (e->request && e->status && e->message) return e;
+  release(e);
+  return NULL;
 }
 
 static void cancel(void *under_way)
@@ -86,10 +74,9 @@ static void cancel(void *under_way)
 static eng_status start(void **out, const int32_t *of_world, const comm_message *messages, int n,
                         int tag)
 {
-  exchange *e = take(n);
+  exchange *e = make(n);
   *out = NULL;
   if (!e) return core->error(ENG_ERR_MEMORY, "ranks: out of memory for messages");
-  e->n = e->receives = 0;
   // Posts receives first, so that arriving messages find their buffers.
   for (int pass = 0; pass < 2; pass++)
     for (int i = 0; i < n; i++) {
@@ -133,7 +120,7 @@ static eng_status test(bool *done, void *under_way)
     MPI_Get_count(&e->status[i], MPI_BYTE, &bytes);
     if (bytes != e->message[i].bytes) return wrong_length(&e->message[i], bytes);
   }
-  if (flag) give(e);
+  if (flag) release(e);
   return ENG_OK;
 }
 
