@@ -179,8 +179,7 @@ eng_status eng_graph_launch(eng_graph *graph, double seed, const eng_tensor *bat
 {
   FAIL_IF(!graph->captured, ENG_ERR_STATE, "graph: the capture of this step was not "
           "finished; hint: call eng_graph_end first");
-  FAIL_IF(graph->set->freed, ENG_ERR_STATE, "graph: the parameters of this step were "
-          "freed; hint: create a new optimizer");
+  ENG_TRY(params_alive(graph->set));
   graph_input input[MOST_INPUTS];
   ENG_TRY(read_inputs(input, batch, n));
   FAIL_IF(n != graph->n_inputs || memcmp(input, graph->input, (size_t)n * sizeof *input) != 0,

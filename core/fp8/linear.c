@@ -220,9 +220,7 @@ static eng_status weight_copies(fp8_copies *out, fp8_copies *made, int64_t numbe
   bool same = c && c->site == number && c->recipe == s->version && c->source == source &&
               (c->made.q->dtype == ENG_u8) == coded;
   if (!same) {
-    if (c) params_derived_freed(p);
-    if (c) weight_free(&c->derived);
-    p->derived = NULL;
+    params_drop_derived(p);
     c = calloc(1, sizeof *c);
     FAIL_IF(!c, ENG_ERR_MEMORY, "out of memory for the FP8 copy of %s", p->name);
     eng_status status = make_weight(&c->made, r, w, transposed, coded);
@@ -230,8 +228,7 @@ static eng_status weight_copies(fp8_copies *out, fp8_copies *made, int64_t numbe
       weight_free(&c->derived);
       return status;
     }
-    c->derived =
-      (params_derived){weight_free, weight_outdate, weight_stamp, weight_tensors};
+    c->derived = (params_derived){weight_free, weight_outdate, weight_stamp, weight_tensors};
     p->derived = &c->derived;
   }
   *out = c->made;

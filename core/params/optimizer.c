@@ -55,14 +55,6 @@ const char *eng_hyper_ranges(void)
     "";
 }
 
-static eng_status check_alive(const eng_optimizer *state)
-{
-  return state->set->freed
-           ? error_set(ENG_ERR_STATE, "the parameters of this %s optimizer were freed; hint: "
-                       "create a new optimizer", kinds[state->kind].name)
-           : ENG_OK;
-}
-
 static uint64_t slots_taken;   // one bit for each of the device's counters
 _Static_assert(ENG_UPDATE_SLOTS == 64, "one bit for each slot");
 
@@ -110,7 +102,7 @@ static eng_status check_groups(const eng_params *set, int kind, const int32_t *g
 
 eng_status eng_optimizer_groups(eng_optimizer *state, const int32_t *group_of)
 {
-  ENG_TRY(check_alive(state));
+  ENG_TRY(params_alive(state->set));
   ENG_TRY(check_groups(state->set, state->kind, group_of));
   for (int i = 0; i < state->set->n; i++) state->member[i].group = group_of[i];
   return ENG_OK;
@@ -124,8 +116,7 @@ eng_status eng_optimizer_new(eng_optimizer **out, eng_params *set, int kind, int
           "0 to %d (optimizers.def)", kind, ENG_OPTIMIZER_COUNT - 1);
   FAIL_IF(moment_dtype != ENG_f32 && moment_dtype != ENG_bf16, ENG_ERR_DTYPE, "%s: expected "
           "moments in f32 or bf16, got %s", kinds[kind].name, eng_dtype_name(moment_dtype));
-  FAIL_IF(set->freed, ENG_ERR_STATE, "%s: these parameters were freed; hint: create a new "
-          "parameter set", kinds[kind].name);
+  ENG_TRY(params_alive(set));
   if (group_of) ENG_TRY(check_groups(set, kind, group_of));
 
   eng_optimizer *state = calloc(1, sizeof *state + (size_t)set->n * sizeof *state->member);
@@ -163,7 +154,7 @@ static bool is_divided(const flat_buffer *moment, const eng_params *set)
 
 eng_status eng_optimizer_shard(eng_optimizer *state)
 {
-  ENG_TRY(check_alive(state));
+  ENG_TRY(params_alive(state->set));
   eng_params *set = state->set;
   FAIL_IF(!set->sharded, ENG_ERR_STATE,
           "%s: expected parameters that are divided among ranks; hint: call eng_parallel_new with "
@@ -190,7 +181,7 @@ eng_status eng_optimizer_shard(eng_optimizer *state)
 
 eng_status eng_optimizer_rounding(eng_optimizer *state, int rounding)
 {
-  ENG_TRY(check_alive(state));
+  ENG_TRY(params_alive(state->set));
   FAIL_IF(rounding < ENG_ROUND_NEAREST || rounding > ENG_ROUND_KAHAN, ENG_ERR_VALUE, "%s: unknown "
           "rounding number %d; expected 0 to 2 (ENG_ROUND_*)", kinds[state->kind].name, rounding);
   state->rounding = rounding;
@@ -265,7 +256,7 @@ static bool has_begun(eng_optimizer *state, int i)
 eng_status eng_optimizer_step(eng_optimizer *state, const eng_update *update)
 {
   const backend *device = backend_current();
-  ENG_TRY(check_alive(state));
+  ENG_TRY(params_alive(state->set));
   ENG_TRY(check_update(state, update));
   ENG_TRY(params_here(state->set, "an optimizer's update"));
   ENG_TRY(params_wait());
@@ -343,7 +334,7 @@ eng_status eng_optimizer_step(eng_optimizer *state, const eng_update *update)
 eng_status eng_optimizer_moment(eng_tensor *out, eng_optimizer *state, int which, int index)
 {
   *out = (eng_tensor){0, 0};
-  ENG_TRY(check_alive(state));
+  ENG_TRY(params_alive(state->set));
   ENG_TRY(params_index(state->set, index));
   FAIL_IF(which < 0 || which >= BUFFERS, ENG_ERR_VALUE,
           "expected moment 1 to %d, or %d (ENG_COMPENSATION), got %d", ENG_MOMENTS,

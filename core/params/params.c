@@ -1,7 +1,7 @@
 // Parameter sets: the weights of a model in one flat buffer, their gradients and low-precision
 // copies in other flat buffers, and the formats of all three. A set owns its flat buffers and the
-// tensors over them. engine.h has the contracts. Called by Lua, autograd/capture.c, optimizer.c and
-// dist/.
+// tensors over them. engine.h has the contracts. Called by Lua, autograd/capture.c, fp8/, dist/ and
+// optimizer.c.
 #include "params_parted.h"
 
 #include "base/error.h"
@@ -91,7 +91,7 @@ static void adopt(eng_params *set)
   }
 }
 
-static void drop_derived(parameter *p)
+void params_drop_derived(parameter *p)
 {
   if (!p->derived) return;
   params_derived_freed(p);
@@ -107,7 +107,7 @@ static void link_parts(eng_params *set)
     p->gradient = params_gradient_part(set, i);
     p->low = set->low ? set->low->part[i] : NULL;
     params_drop_gradient(p);
-    drop_derived(p);
+    params_drop_derived(p);
     if (!p->low) continue;
     p->low->parameter = p;
     p->low->requires_grad = p->value->requires_grad;
@@ -175,7 +175,7 @@ void eng_params_free(eng_params *set)
     parameter *p = &set->member[i];
     p->value->parameter = NULL;
     if (p->low) p->low->parameter = NULL;
-    drop_derived(p);
+    params_drop_derived(p);
     p->value = p->low = p->gradient = NULL;
     p->has_gradient = false;
   }

@@ -169,9 +169,8 @@ bool params_owns(const parameter *p);
 /// Records that a member's derived copy is new or out of date. Ranks that do not own the member
 /// drop their copy; they fetch it when they next need it. Errors: VALUE.
 eng_status params_derived_outdated(parameter *p);
-/// Removes a member's derived copy from the table of divided weights (ZeRO-3), if the set has one.
-/// Call this before the copy is freed.
-void params_derived_freed(parameter *p);
+/// Frees a member's derived copy, if it has one.
+void params_drop_derived(parameter *p);
 /// Ends the exchange of weights. This rank keeps its own elements and the elements in memory; the
 /// values of absent elements become undefined.
 void params_forget_parts(eng_params *set);

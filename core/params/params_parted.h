@@ -74,6 +74,9 @@ static inline bool parted_here(const params_parted *q, int unit, int form)
 int parted_tensors(tensor *out[PARAMS_DERIVED], const eng_params *set, int i, int form);
 /// Returns whether `store` is memory of member p. If it is, sets *form to the form.
 bool parted_holds(int *form, const parameter *p, const storage *store);
+/// Removes the derived copy of p from the table of its set, if the set has one. Call this before
+/// the copy is freed.
+void params_derived_freed(parameter *p);
 /// Returns how many bytes of weights always stay on this rank.
 int64_t parted_kept(const eng_params *set, const params_parted *q);
 
