@@ -197,7 +197,7 @@ static eng_status convert(exchange *e, bool pack, char *numbers, const int64_t *
                           eng_exchange_facts *facts)
 {
   int dtype = e->from->dtype;
-  int64_t longest, n = list_runs(NULL, &longest, e, NULL, rows, NULL);
+  int64_t longest, n = list_runs(NULL, &longest, e, numbers, rows, message);
   FREED wire_run *runs = malloc(((size_t)n + 1) * sizeof *runs);
   FAIL_IF(!runs, ENG_ERR_MEMORY, "out of memory for %lld rows", (long long)n);
   list_runs(runs, &longest, e, numbers, rows, message);
