@@ -29,7 +29,7 @@ static eng_status indices_open(indices *all, const op_call *call, const tensor *
 {
   *all = (indices){.at = index->data, .n = index->count};
   if (index->dtype != ENG_i64) {
-    all->copy = scratch_alloc(index->count * (int64_t)sizeof(int64_t));
+    all->copy = scratch_alloc(arena_space(), index->count * (int64_t)sizeof(int64_t));
     int64_t *copy = all->copy.memory;
     if (!copy) return ENG_ERR_MEMORY;
     if (index->dtype == ENG_i32)
@@ -229,7 +229,7 @@ static eng_status picks_open(picks *p, const op_call *call, const tensor *x, int
   *p = (picks){.index = around_of(index, dimension), .x = around_of(x, dimension)};
   ENG_TRY(indices_open(&p->ids, call, index, p->x.size));
   int64_t outer = larger(p->index.outer, 1), inner = larger(p->index.inner, 1);
-  p->tables = scratch_alloc((outer + inner) * (int64_t)sizeof(int64_t));
+  p->tables = scratch_alloc(arena_space(), (outer + inner) * (int64_t)sizeof(int64_t));
   int64_t *tables = p->tables.memory;
   if (!tables) return ENG_ERR_MEMORY;
   fill_places(tables, index, x, 0, dimension);
