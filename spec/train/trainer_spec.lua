@@ -735,6 +735,32 @@ describe("the trainer", function()
       "expected a batch to be a table .* 'text'")
   end)
 
+  it("refuses a layer that the first forward pass adds, which no optimizer trains", function()
+    local Late = engine.nn.class "Late"
+    function Late:init() self.first = engine.nn.linear(4, 4) end
+    function Late:forward(x)
+      self.late = rawget(self, "late") or engine.nn.linear(4, 1)
+      return self.late(self.first(x))
+    end
+    local function steps(model)
+      local batch = { x = engine.ones { 2, 4, keep = true }, y = engine.ones { 2, 1, keep = true } }
+      local before = model.late and model.late.weight:totable()
+      engine.trainer { model = model, steps = 2, log = "quiet",
+        data = { next = function() return batch end },
+        loss = function(net, b) return engine.mse(net(b.x), b.y) end,
+        optimizer = engine.optim.sgd(model, { lr = 0.1 }) }:run()
+      return before, model.late.weight:totable()
+    end
+    local good, message = pcall(steps, Late())
+    assert.is_false(good)
+    assert.matches("the first forward pass added the parameter 'late.weight', which the " ..
+      "optimizer does not train; hint: make it in init, or call the model once", message, 1, true)
+    local model = Late()
+    engine.scope(function() model(engine.ones(1, 4)) end)
+    local before, after = steps(model)
+    assert.are_not.same(before, after)
+  end)
+
   it("an error in the loss names its function, and fields that a batch lacks", function()
     local function fails(loss)
       return select(2, pcall(function() job { loss = loss }:run() end)):match("^[^\n]*")

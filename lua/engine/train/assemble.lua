@@ -81,6 +81,7 @@ function M.object(o, class, fields)
   self.sites = opt.fp8                          -- see Trainer:note_recipe
   self.agreement = agreement.new(self, o)
   self.needs = self:all_needs()
+  self.parameters_before = #self.model:parameters()      -- until the first forward pass
   return self
 end
 

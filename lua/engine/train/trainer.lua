@@ -12,6 +12,7 @@
 -- between steps. Called by scripts, assemble.lua, loop.lua, session.lua and cli/plan_measure.lua.
 local M_ffi = require "engine.base.ffi"
 local activations = require "engine.train.activations"
+local arguments = require "engine.base.arguments"
 local attention_logits = require "engine.train.attention_logits"
 local autograd = require "engine.tensor.autograd"
 local buffers = require "engine.train.buffers"
@@ -168,6 +169,21 @@ function Trainer:next_batch(data)
     "data's next()", M_ffi.value_text(batch))
 end
 
+-- Raises an error if the first forward pass has added parameters to the model, because the
+-- optimizer, which was made earlier, does not train them.
+local function refuse_added(self)
+  local list, trained = self.model:parameters(), {}
+  if #list > self.parameters_before then
+    for _, p in ipairs(self.optimizer.list) do trained[tonumber(p.tensor.slot)] = true end
+    for _, p in ipairs(list) do
+      fail_if(arguments.info(p.tensor).requires_grad ~= 0 and not trained[tonumber(p.tensor.slot)],
+        "trainer: the first forward pass added the parameter '%s', which the optimizer does not " ..
+        "train; hint: make it in init, or call the model once before making the optimizer", p.name)
+    end
+  end
+  self.parameters_before = nil
+end
+
 --- Runs micro-batch i: records its loss on the tape and adds its gradients to the flat buffer.
 function Trainer:forward_backward(s, i)
   local batch = s.batches and s.batches[i] or self:next_batch()
@@ -178,6 +194,7 @@ function Trainer:forward_backward(s, i)
   if not loss and self.activations then
     loss = self:backward(s, i, self.activations:during(i, self.forward, self, batch))
   elseif not loss then loss = self:backward(s, i, self:forward(batch)) end
+  if self.parameters_before then refuse_added(self) end
   if self.logits then
     self.logits:watch(false)
     self.logits:read(i)
