@@ -133,7 +133,7 @@ $(BUILD)/libengine_mpi.so: $(MPI_SOURCES) core/dist/comm.h $(PUBLIC_HEADERS) $(B
 # A fake card and a fake NCCL, for spec/device/fake_card_spec.lua and spec/dist/nccl_spec.lua.
 FAKE_CARD := $(BUILD)/fake_card.so
 FAKE_NCCL := $(BUILD)/fake_nccl.so
-$(FAKE_CARD): spec/cuda/fake_card.c spec/cuda/fake.h cuda/runtime/host.c cuda/runtime/host.h \
+$(FAKE_CARD): spec/cuda/fake_card.c spec/cuda/fake.h cuda/runtime/host.c cuda/runtime/runtime.h \
               core/device/backend.h core/dist/comm.h $(filter $(BUILD)/core/cpu/%,$(OBJECTS)) \
               $(BUILD)/core/base/dtype.o $(BUILD)/core/dist/comm_pack.o
 	$(call say,LD,$@) $(COMPILE) -MF $@.d -shared -o $@.new $(filter-out %.h,$^) $(LDFLAGS) $(LIBS)

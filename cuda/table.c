@@ -7,7 +7,6 @@
 #include "parameters/passes.h"
 #include "quantized/fp8_plain.h"
 #include "runtime/device.h"
-#include "runtime/host.h"
 #include "runtime/runtime.h"
 
 // Declares the kernels. Linking fails if an operation has none.

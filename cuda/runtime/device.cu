@@ -155,42 +155,35 @@ eng_status cuda_fault_told(const cuda_fault_record *seen)
     (long long)(fault.limit - (fault.limit > 0)), (long long)fault.value);
 }
 
-/// Waits for the compute stream. Returns the error of a kernel's fault, if there is one.
-static eng_status look_for_faults(void)
-{
-  CUDA_TRY(cudaMemcpyAsync(card.fault_seen, card.fault, sizeof *card.fault, cudaMemcpyDeviceToHost,
-                           card.stream));
-  cudaError_t result = cudaStreamSynchronize(card.stream);
-  if (result != cudaSuccess) return cuda_status(result, "waiting for the device");
-  return card.fault_seen->raised ? cuda_fault_told(card.fault_seen) : ENG_OK;
-}
-
 eng_status cuda_synchronize(void)
 {
   FAIL_IF(cuda_capturing(), ENG_ERR_STATE, "graph: the step waits for the device, which a "
           "captured step cannot do; hint: graph=false");
-  return look_for_faults();
+  CUDA_TRY(cudaMemcpyAsync(card.fault_seen, card.fault, sizeof *card.fault, cudaMemcpyDeviceToHost,
+                           card.stream));
+  ENG_TRY(cuda_status(cudaStreamSynchronize(card.stream), "waiting for the device"));
+  return card.fault_seen->raised ? cuda_fault_told(card.fault_seen) : ENG_OK;
+}
+
+static cudaMemcpyKind kind_of(copy_direction direction)
+{
+  return direction == COPY_TO_DEVICE ? cudaMemcpyHostToDevice :
+         direction == COPY_TO_HOST   ? cudaMemcpyDeviceToHost :
+                                       cudaMemcpyDeviceToDevice;
 }
 
 eng_status cuda_move(void *to, const void *from, int64_t bytes, copy_direction direction)
 {
   if (bytes == 0) return ENG_OK;
-  if (direction == COPY_INSIDE) {
-    CUDA_TRY(cudaMemcpyAsync(to, from, (size_t)bytes, cudaMemcpyDeviceToDevice, card.stream));
-    return ENG_OK;
+  if (direction == COPY_TO_DEVICE) {
+    if (!cuda_capturing()) return cuda_stage(to, from, bytes);
+    // every launch of the graph repeats this copy, so it must read memory that the graph keeps
+    if (!(from = cuda_capture_keep(from, bytes))) return ENG_ERR_MEMORY;
   }
-  // every launch of the graph repeats this copy, so the copy must read memory that the graph keeps
-  if (direction == COPY_TO_DEVICE && cuda_capturing()) {
-    void *kept = cuda_capture_keep(from, bytes);
-    if (!kept) return ENG_ERR_MEMORY;
-    CUDA_TRY(cudaMemcpyAsync(to, kept, (size_t)bytes, cudaMemcpyHostToDevice, card.stream));
-    return ENG_OK;
-  }
-  if (direction == COPY_TO_DEVICE) return cuda_stage(to, from, bytes);
-  FAIL_IF(cuda_capturing(), ENG_ERR_STATE, "graph: the step reads a value back from the device, "
-          "which a captured step cannot do; hint: graph=false");
-  CUDA_TRY(cudaMemcpyAsync(to, from, (size_t)bytes, cudaMemcpyDeviceToHost, card.stream));
-  return look_for_faults();
+  FAIL_IF(direction == COPY_TO_HOST && cuda_capturing(), ENG_ERR_STATE, "graph: the step reads a "
+          "value back from the device, which a captured step cannot do; hint: graph=false");
+  CUDA_TRY(cudaMemcpyAsync(to, from, (size_t)bytes, kind_of(direction), card.stream));
+  return direction == COPY_TO_HOST ? cuda_synchronize() : ENG_OK;
 }
 
 eng_status cuda_clear(void *memory, int64_t bytes)
@@ -250,10 +243,9 @@ void cuda_stream_forget(void *mark) { if (mark) cudaEventDestroy((cudaEvent_t)ma
 eng_status cuda_stream_move(void *stream, void *to, const void *from, int64_t bytes,
                           copy_direction direction)
 {
-  cudaMemcpyKind kind = direction == COPY_TO_DEVICE ? cudaMemcpyHostToDevice :
-                        direction == COPY_TO_HOST   ? cudaMemcpyDeviceToHost :
-                                                      cudaMemcpyDeviceToDevice;
-  if (bytes > 0) CUDA_TRY(cudaMemcpyAsync(to, from, (size_t)bytes, kind, (cudaStream_t)stream));
+  if (bytes > 0)
+    CUDA_TRY(
+      cudaMemcpyAsync(to, from, (size_t)bytes, kind_of(direction), (cudaStream_t)stream));
   if (direction == COPY_TO_HOST) CUDA_TRY(cudaStreamSynchronize((cudaStream_t)stream));
   return ENG_OK;
 }

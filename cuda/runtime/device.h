@@ -5,21 +5,14 @@
 // functions as the core does. Included by every folder of cuda/.
 #pragma once
 
+#include <cuda_runtime.h>
+
 #ifdef __cplusplus
 extern "C" {
 #endif
 #include "device/backend.h"
 #include "base/error.h"
 #include "base/numerics.h"
-#ifdef __cplusplus
-}
-#endif
-
-#include <cuda_runtime.h>
-
-#ifdef __cplusplus
-extern "C" {
-#endif
 
 /// The compute stream: all kernels, copies and products go to it, in order, except some of those
 /// that carry messages between ranks.
@@ -30,8 +23,13 @@ int cuda_multiprocessors(void);
 int cuda_capability(void);
 
 /// Returns ENG_OK, or an error that contains `what` and, except for ENG_ERR_MEMORY, CUDA's own
-/// message. Clears CUDA's last error, so that CUDA_LAUNCHED does not report it again.
+/// message. Clears CUDA's last error, so that cuda_launched does not report it again.
 eng_status cuda_status(cudaError_t result, const char *what);
+
+/// Returns an error if the configuration of a kernel launch since the last call was invalid. An
+/// error inside a kernel appears at the next wait.
+static inline eng_status cuda_launched(const char *what)
+{ return cuda_status(cudaPeekAtLastError(), what); }
 
 /// Takes and frees memory for a kernel's intermediate results. The host function that launches the
 /// kernel must free it before returning. This is safe while the kernel still runs, because later
@@ -73,6 +71,18 @@ static inline int64_t parts(int64_t n, int64_t each) { return (n + each - 1) / e
 
 /// Whether an address is a multiple of 16, as the widest loads and stores need.
 static inline bool is_aligned(const void *p) { return (uintptr_t)p % 16 == 0; }
+
+/// Returns the number of blocks of threads to launch for work that `blocks` blocks can share: at
+/// most `each` per multiprocessor.
+static inline unsigned capped_grid(int64_t blocks, int each)
+{
+  int64_t most = (int64_t)each * cuda_multiprocessors();
+  return (unsigned)(blocks < most ? blocks : most);
+}
+
+/// The data and the format of a tensor that may be absent; NULL and f32 if it is.
+static inline void *data_of(const tensor *x) { return x ? x->data : NULL; }
+static inline int dtype_of(const tensor *x) { return x ? x->dtype : ENG_f32; }
 
 /// Returns the number of rows of x [.. x columns]: the product of all sizes but the last.
 static inline int64_t rows_of(const tensor *x)
@@ -123,7 +133,7 @@ int64_t cuda_faults_told(void);
   } while (0)
 /// Use after a launch: returns an error if the launch configuration is invalid. An error inside the
 /// kernel appears at the next wait.
-#define CUDA_LAUNCHED(name) ENG_TRY(cuda_status(cudaPeekAtLastError(), name))
+#define CUDA_LAUNCHED(name) ENG_TRY(cuda_launched(name))
 
 #ifdef __CUDACC__
 #include <cuda_bf16.h>

@@ -37,28 +37,25 @@ bool cuda_give_later(void *memory)
   return true;
 }
 
+static void give_pieces(kept_piece *list, bool pinned)
+{
+  while (list) {
+    kept_piece *next = list->next;
+    if (pinned) cudaFreeHost(list->memory);
+    else cuda_give(list->memory, 0);
+    free(list);
+    list = next;
+  }
+}
+
 static void give_later(void)
 {
-  while (later.memory) {
-    kept_piece *next = later.memory->next;
-    cuda_give(later.memory->memory, 0);
-    free(later.memory);
-    later.memory = next;
-  }
+  give_pieces(later.memory, false);
+  later.memory = NULL;
   while (later.graphs) {
     step_graph *next = later.graphs->next;
     cuda_graph_free(later.graphs);
     later.graphs = next;
-  }
-}
-
-static void give_kept(kept_piece *list)
-{
-  while (list) {
-    kept_piece *next = list->next;
-    cudaFreeHost(list->memory);
-    free(list);
-    list = next;
   }
 }
 
@@ -98,7 +95,7 @@ eng_status cuda_capture_end(void **out)
   if (noted) cudaGraphDestroy(noted);
   if (result != cudaSuccess || !graph) {
     cudaGetLastError();
-    give_kept(kept);
+    give_pieces(kept, true);
     kept = NULL;
     FAIL_IF(!graph, ENG_ERR_MEMORY,
             "graph: out of memory on the host for a captured step; hint: graph=false");
@@ -128,6 +125,6 @@ void cuda_graph_free(void *handle)
   }
   cudaStreamSynchronize(cuda_stream());
   cudaGraphExecDestroy(graph->launchable);
-  give_kept(graph->kept);
+  give_pieces(graph->kept, true);
   free(graph);
 }

@@ -1,7 +1,7 @@
 // Defines the core's functions that the CUDA device calls. They call the core through the table
 // that the core passes when it loads the plug-in (backend_host). Keeps a pointer to that table.
 // Called by every folder of cuda/.
-#include "host.h"
+#include "runtime.h"
 
 #include "base/error.h"
 #include "base/rng.h"

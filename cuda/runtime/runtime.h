@@ -1,4 +1,4 @@
-// This folder's functions, as table.c lists them: memory and streams (device.cu), copies from
+// This folder's functions, most of which table.c lists: memory and streams (device.cu), copies from
 // pageable memory (staging.c), messages between ranks (wire.cu), captured steps (graph.cu).
 // backend.h has the contracts. Included by this folder, parameters/ and table.c.
 #pragma once
@@ -8,6 +8,10 @@ extern "C" {
 #endif
 #include "device/backend.h"
 
+// host.c
+/// Keeps the core's table of functions. Returns false if the table's version differs from this
+/// plug-in's.
+bool        host_accept(const backend_host *given);
 // device.cu
 /// Opens the card of this process's local rank, or the first visible card if there is no launcher.
 eng_status  cuda_open(void);

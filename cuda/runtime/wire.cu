@@ -205,8 +205,7 @@ template <class F> static eng_status with_comm_dtype(int comm_dtype, const char 
           eng_dtype_name(comm_dtype));
   if (comm_dtype == ENG_e4m3) f(e4m3_t{});
   else with_fast_format(comm_dtype, f);
-  CUDA_LAUNCHED(what);
-  return ENG_OK;
+  return cuda_launched(what);
 }
 
 static cudaStream_t stream_of(void *stream)

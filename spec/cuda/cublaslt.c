@@ -235,7 +235,7 @@ cublasStatus_t cublasLtMatmulAlgoConfigGetAttribute(const cublasLtMatmulAlgo_t *
   return CUBLAS_STATUS_SUCCESS;
 }
 
-static int dtype_of(cudaDataType_t type)
+static int dtype_from(cudaDataType_t type)
 {
   return type == CUDA_R_32F     ? ENG_f32 :
          type == CUDA_R_64F     ? ENG_f64 :
@@ -273,7 +273,7 @@ static double factor(const void *data, const layout *x, const product *p, int si
   int64_t row = rows_are_k ? k : i, column = rows_are_k ? i : k;
   CHECK(row < x->rows && column < x->columns, "an element outside its matrix");
   int64_t at = z * x->stride + column * x->ld + row;
-  int dtype = dtype_of(x->type);
+  int dtype = dtype_from(x->type);
   if (dtype < ENG_e4m3) return element_get(data, dtype, at);
   return fp8_to_f32(((const uint8_t *)data)[at], dtype == ENG_e4m3 ? 3 : 2) *
          (double)scale_of(x, p, side, i, k);
@@ -306,7 +306,7 @@ static void check_microscaled(const product *p, int ta, int tb, int tc, const la
 /// Checks for everything that a real cublasLtMatmul refuses.
 static void check_product(const product *p, const layout *a, const layout *b, const layout *c)
 {
-  int ta = dtype_of(a->type), tb = dtype_of(b->type), tc = dtype_of(c->type);
+  int ta = dtype_from(a->type), tb = dtype_from(b->type), tc = dtype_from(c->type);
   CHECK((p->pointer_mode == CUBLASLT_POINTER_MODE_DEVICE) == is_nvfp4(p), "the pointer mode");
   if (is_microscaled(p)) {
     check_microscaled(p, ta, tb, tc, a, b, c);
@@ -332,7 +332,7 @@ static void check_product(const product *p, const layout *a, const layout *b, co
   CHECK(tc == ta || (tc == ENG_f32 && ta != ENG_f64), "output %d of factors %d", tc, ta);
   bool has_bias =
     p->epilogue == CUBLASLT_EPILOGUE_BIAS || p->epilogue == CUBLASLT_EPILOGUE_GELU_AUX_BIAS;
-  if (has_bias) CHECK(dtype_of((cudaDataType_t)p->bias_type) == tc, "the bias's format");
+  if (has_bias) CHECK(dtype_from((cudaDataType_t)p->bias_type) == tc, "the bias's format");
   if (p->epilogue == CUBLASLT_EPILOGUE_BGRADB)
     CHECK(p->bias && (uintptr_t)p->bias % 16 == 0 && p->bias_type < 0,
           "column sums, in C's format");
@@ -349,7 +349,7 @@ static double after(const product *p, int tc, int64_t i, int64_t j, double sum)
 {
   bool bias =
     p->epilogue == CUBLASLT_EPILOGUE_BIAS || p->epilogue == CUBLASLT_EPILOGUE_GELU_AUX_BIAS;
-  if (bias) sum += element_get(p->bias, dtype_of((cudaDataType_t)p->bias_type), i);
+  if (bias) sum += element_get(p->bias, dtype_from((cudaDataType_t)p->bias_type), i);
   if (!is_gelu(p)) return sum;
   if (p->epilogue == CUBLASLT_EPILOGUE_DGELU)
     return gelu_slope(element_get(p->aux, tc, j * p->aux_ld + i)) * sum;
@@ -393,8 +393,8 @@ static double hopper_sum(const asked *x, int64_t z, int64_t i, int64_t j, int64_
 {
   const uint8_t *a = (const uint8_t *)x->A + z * x->a.stride + i * x->a.ld,
                 *b = (const uint8_t *)x->B + z * x->b.stride + j * x->b.ld;
-  const int fa = dtype_of(x->a.type) == ENG_e4m3 ? 3 : 2,
-            fb = dtype_of(x->b.type) == ENG_e4m3 ? 3 : 2;
+  const int fa = dtype_from(x->a.type) == ENG_e4m3 ? 3 : 2,
+            fb = dtype_from(x->b.type) == ENG_e4m3 ? 3 : 2;
   const int64_t every = x->p.fast ? inner : 128;
   const bool blocks = x->p.mode[0] >= CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F ||
                       x->p.mode[1] >= CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F;
@@ -422,7 +422,7 @@ static double hopper_sum(const asked *x, int64_t z, int64_t i, int64_t j, int64_
 static void unpack_scaled(float *number, float *scale, const void *data, const layout *x,
                           const product *p, int side, int64_t i, int64_t k, int n)
 {
-  const int format = dtype_of(x->type);
+  const int format = dtype_from(x->type);
   const int64_t block = is_nvfp4(p) ? 16 : 32, blocks = x->rows / block;
   for (int e = 0; e < n; e++) {
     const int64_t at = i * x->ld + k + e, c = (k + e) / block,
@@ -439,7 +439,8 @@ static void unpack_scaled(float *number, float *scale, const void *data, const l
 /// Element (i, j) of a product of microscaled factors in Blackwell's tensor cores.
 static float blackwell_element(const asked *x, int64_t i, int64_t j, float before)
 {
-  const mx_format fa = mx_format_of(dtype_of(x->a.type)), fb = mx_format_of(dtype_of(x->b.type));
+  const mx_format fa = mx_format_of(dtype_from(x->a.type)),
+                  fb = mx_format_of(dtype_from(x->b.type));
   const bool four = fa.top == 7;
   float a[BLACKWELL_MOST], b[BLACKWELL_MOST], scale[2][BLACKWELL_MOST / 16], sum = 0;
   const int n = blackwell_products(four);
@@ -471,7 +472,7 @@ static void run(const void *what)
   const product *p = &x->p;
   const layout *a = &x->a, *b = &x->b, *c = &x->c;
   const int64_t inner = p->op[0] == CUBLAS_OP_T ? a->rows : a->columns;
-  const int tc = dtype_of(c->type);
+  const int tc = dtype_from(c->type);
   // overwrites the workspace, which must still be valid and which no other product may be using
   memset(x->workspace, 0xFF, x->workspace_bytes);
   if (is_microscaled(p)) {
@@ -482,7 +483,7 @@ static void run(const void *what)
                     blackwell_element(x, i, j, (float)element_get(x->C, tc, j * c->ld + i)));
     return;
   }
-  const bool hopper = card.hopper && dtype_of(a->type) >= ENG_e4m3,
+  const bool hopper = card.hopper && dtype_from(a->type) >= ENG_e4m3,
              whole = card.sample == 1 && !hopper;
   if (p->epilogue == CUBLASLT_EPILOGUE_BGRADB) sum_columns(p, b, x->B, tc, c->columns, inner);
   for (int64_t z = 0; z < c->batch; z++) {
@@ -551,7 +552,7 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
   else if (is_microscaled(p)) call.alpha = *(const float *)alpha, call.beta = *(const float *)beta;
   else
     call.adds =
-      dtype_of(c->type) == ENG_f64 ? *(const double *)beta != 0 : *(const float *)beta != 0;
+      dtype_from(c->type) == ENG_f64 ? *(const double *)beta != 0 : *(const float *)beta != 0;
   card_later(run, &call, sizeof call, stream);
   return CUBLAS_STATUS_SUCCESS;
 }

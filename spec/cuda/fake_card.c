@@ -10,7 +10,7 @@
 #include "base/error.h"
 #include "base/numerics.h"
 #include "device/wire.h"
-#include "../../cuda/runtime/host.h"
+#include "../../cuda/runtime/runtime.h"
 
 #include <math.h>
 #include <stdio.h>
