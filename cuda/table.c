@@ -3,7 +3,7 @@
 // tell which FP8 and MX products the card supports. eng_cuda_backend, the only function that the
 // plug-in exports, passes the table to the core. This file may use every folder of cuda/, and no
 // folder uses this file. Called by core/device/plugin.c.
-#include "gemm/gemm_mx.h"
+#include "gemm/gemm_codes.h"
 #include "parameters/passes.h"
 #include "quantized/fp8_plain.h"
 #include "runtime/device.h"

@@ -157,8 +157,7 @@ eng_status run(const op_call *call, int64_t rows, int64_t n)
     <<<(unsigned)((n + SUM_COLUMNS - 1) / SUM_COLUMNS), dim3(SUM_COLUMNS, SUM_ROWS), 0,
        cuda_stream()>>>(out->data, out->dtype, partial, n, (int)chunks, call->bias_grad.add != 0);
   scratch_give(partial, bytes);
-  CUDA_LAUNCHED("bias_grad");
-  return ENG_OK;
+  return cuda_launched("bias_grad");
 }
 
 template <typename T>

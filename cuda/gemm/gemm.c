@@ -7,7 +7,6 @@
 #include "runtime/device.h"
 #include "gemm.h"
 #include "gemm_lt.h"
-#include "gemm_plain.h"
 
 #include <limits.h>
 
@@ -131,7 +130,7 @@ static eng_status launch_all(bool *done, const gemm_product *q)
   if (!gemm_describe(&problem, q, walked)) return ENG_OK;
   if (problem.m > INT_MAX || problem.n > INT_MAX || problem.k > INT_MAX || problem.batch > INT_MAX)
     return ENG_OK;
-  problem.tf32 = q->a.dtype == ENG_f32 && gemm_tf32();
+  problem.tf32 = q->a.dtype == ENG_f32 && is_on("ENGINE_TF32", false);
   for (bool begun = false, more = true; more; begun = true, more = gemm_next(q, walked, at)) {
     gemm_operands on = {.a = gemm_data_at(q, &q->b, at),
                         .b = gemm_data_at(q, &q->a, at),

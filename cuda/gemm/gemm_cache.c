@@ -182,15 +182,16 @@ void gemm_cache_open(const char *card, int64_t version)
 {
   char name[128];
   plain_name(name, sizeof name, card);
-  const char *folder = getenv("ENGINE_CACHE"), *home = getenv("HOME");
-  int n = 0;
-  if (folder && *folder)
-    n = snprintf(cache.path, PATH, "%s/cublaslt-%s-%lld.txt", folder, name, (long long)version);
-  else if (home && *home)
-    n = snprintf(cache.path, PATH, "%s/.cache/engine/cublaslt-%s-%lld.txt", home, name,
-                 (long long)version);
-  if (n <= 0 || n >= PATH) cache.path[0] = 0;
-  if (cache.path[0]) read_file();
+  const char *folder = getenv("ENGINE_CACHE"), *below = "";
+  if (!folder || !*folder) {
+    folder = getenv("HOME");
+    below = "/.cache/engine";
+  }
+  if (!folder || !*folder) return;
+  if (snprintf(cache.path, PATH, "%s%s/cublaslt-%s-%lld.txt", folder, below, name,
+               (long long)version) < PATH)
+    read_file();
+  else cache.path[0] = 0;
 }
 
 const char *gemm_cache_path(void) { return cache.path; }

@@ -33,8 +33,8 @@ static bool can_fuse(const gemm_product *p)
 {
   int dtype = p->a.dtype;
   bool sums = p->after == GEMM_BIAS_GRAD;
-  if (!gemm_fuses() || (dtype != ENG_f16 && dtype != ENG_bf16) || p->b.dtype != dtype ||
-      p->c.dtype != (sums ? ENG_f32 : dtype))
+  if ((dtype != ENG_f16 && dtype != ENG_bf16) || p->b.dtype != dtype ||
+      p->c.dtype != (sums ? ENG_f32 : dtype) || !is_on("ENGINE_CUBLASLT_FUSE", true))
     return false;
   if (p->k == 0 || p->m > INT_MAX || p->n > INT_MAX || p->k > INT_MAX ||
       gemm_alignment(p->side) != 16)
@@ -152,9 +152,8 @@ eng_status cuda_linear_grad(const op_call *call)
   p.a.row = 1;
   p.a.column = rows.row;
   if (dw->count == 0) return db->count > 0 ? column_sums(db, dy, add) : ENG_OK;
-  // cuBLASLt can store the sums only in aligned f32 memory, and cannot add them to db. If db is not
-  // aligned f32 memory, or if the sums are to be added to db, cuBLASLt stores them in scratch
-  // memory. Then column_sums stores them in db or adds them to db.
+  // cuBLASLt stores the sums only in aligned f32 memory, and cannot add them to db. If db needs
+  // anything else, the sums go to scratch memory, and column_sums stores them in db or adds them.
   tensor sums = {.dtype = ENG_f32, .ndim = 2, .count = p.m, .shape = {1, p.m}, .stride = {p.m, 1}};
   bool direct = db->dtype == ENG_f32 && !add && gemm_alignment(db->data) == 16, done;
   int64_t bytes = p.m * (int64_t)sizeof(float);

@@ -139,24 +139,15 @@ bool gemm_describe(gemm_problem *problem, const gemm_product *p, int walked)
       !gemm_leading_of(&c, &p->c, p->m, p->n) || c.transposed)
     return false;
   *problem = (gemm_problem){
-    .m = p->n,
-    .n = p->m,
-    .k = p->k,
-    .type_a = p->b.dtype,
-    .type_b = p->a.dtype,
-    .type_c = p->c.dtype,
-    .transpose_a = b.transposed,
-    .transpose_b = a.transposed,
-    .lda = b.ld,
-    .ldb = a.ld,
-    .ldc = c.ld,
-    .batch = 1,
+    .m = p->n, .n = p->m, .k = p->k, .batch = 1,
+    .type_a = p->b.dtype, .type_b = p->a.dtype, .type_c = p->c.dtype,
+    .transpose_a = b.transposed, .transpose_b = a.transposed,
+    .lda = b.ld, .ldb = a.ld, .ldc = c.ld,
     .align_a = batch_alignment(p, &p->b),
     .align_b = batch_alignment(p, &p->a),
     .align_c = batch_alignment(p, &p->c),
     .bias = p->bias ? p->bias_dtype : -1,
-    .accumulate = p->accumulate,
-    .after = p->after,
+    .accumulate = p->accumulate, .after = p->after,
   };
   if (walked >= 0) {
     problem->batch = p->batch[walked];

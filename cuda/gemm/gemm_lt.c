@@ -10,7 +10,7 @@
 // products too small to matter, and while the stream is being captured into a graph. Then this
 // process uses the first candidate for the problem, in later calls too.
 //
-// Guarantees: sums in f32 (f64 for f64; gemm_fp8.h for FP8) to the end; one rounding into C; f32
+// Guarantees: sums in f32 (f64 for f64; gemm_codes.h for FP8) to the end; one rounding into C; f32
 // operands unrounded unless ENGINE_TF32=1; and the same bits whenever the same algorithm runs. Of
 // the ways to split a sum over k, only one is allowed: partial sums stay in the workspace in the
 // sum's own format, and a separate step adds them. Another algorithm may give other bits, so the
@@ -19,13 +19,12 @@
 // An algorithm's workspace is scratch memory that is taken for the launch only. If memory is short
 // when the algorithm is chosen, one with a smaller workspace is used.
 //
-// Owns the handle and every problem's plan. Called by gemm.c, gemm_fused.c, gemm_fp8.c and
-// gemm_mx.c.
+// Owns the handle and every problem's plan. Called by gemm.c, gemm_fused.c and
+// gemm_codes.c.
 #include "gemm_lt.h"
 
 #include "runtime/device.h"
 #include "gemm_cache.h"
-#include "gemm_fp8.h"
 
 #include <cublasLt.h>
 #include <math.h>
@@ -65,28 +64,6 @@ static eng_status lt_status(cublasStatus_t status, const char *what, const gemm_
     cublasStatus_t lt_try_ = (call);                                                 \
     if (lt_try_ != CUBLAS_STATUS_SUCCESS) return lt_status(lt_try_, #call, problem); \
   } while (0)
-
-// Reads an environment variable that may be 0 or 1. Returns `otherwise` if the variable is unset or
-// has another value. (lua/engine/cli/environment.lua reports other values at start.)
-static bool is_on(const char *name, bool otherwise)
-{
-  const char *text = getenv(name);
-  return strcmp(text ? text : "", otherwise ? "0" : "1") == 0 ? !otherwise : otherwise;
-}
-
-bool gemm_tf32(void)
-{
-  static int known = -1;
-  if (known < 0) known = is_on("ENGINE_TF32", false);
-  return known;
-}
-
-bool gemm_fuses(void)
-{
-  static int known = -1;
-  if (known < 0) known = is_on("ENGINE_CUBLASLT_FUSE", true);
-  return known;
-}
 
 static eng_status open_library(void)
 {

@@ -1,5 +1,5 @@
 // Products through cuBLASLt. gemm_lt.c keeps descriptors and an algorithm for each problem. Called
-// by gemm.c, gemm_fused.c, gemm_fp8.c and gemm_mx.c.
+// by gemm.c, gemm_fused.c and gemm_codes.c.
 #pragma once
 
 #include "gemm_layout.h"
@@ -25,10 +25,3 @@ eng_status gemm_lt_run(bool *done, const gemm_problem *problem, const gemm_opera
 /// algorithm was not timed, or to -1 if there is no algorithm. Runs the search first if necessary;
 /// the search overwrites C, unless the product accumulates.
 eng_status gemm_lt_time(int64_t *ns, const gemm_problem *problem, const gemm_operands *on);
-
-/// Whether a product and another operation may run as one kernel: yes, unless
-/// ENGINE_CUBLASLT_FUSE=0.
-bool gemm_fuses(void);
-
-/// Whether f32 products may round their operands to TF32 (ENGINE_TF32=1).
-bool gemm_tf32(void);

@@ -1,8 +1,8 @@
 // Two kernels. One computes products that cuBLASLt does not support; it is slower than cuBLASLt.
 // The other rounds a finished product into an output that cuBLASLt cannot write. Called by gemm.c
-// and gemm_fp8.c.
+// and gemm_codes.c.
 #include "kernel/element.h"
-#include "gemm_plain.h"
+#include "gemm.h"
 
 namespace {
 
@@ -93,33 +93,25 @@ int64_t batches_of(const gemm_product *p)
   return batches;
 }
 
-unsigned grid_for(int64_t blocks)
-{
-  const int64_t most = 16LL * cuda_multiprocessors();
-  return (unsigned)(blocks < most ? blocks : most);
-}
-
 }  // namespace
 
 extern "C" eng_status gemm_plain(const gemm_product *p)
 {
   const int64_t batches = batches_of(p);
-  const unsigned grid = grid_for(parts(p->m, TILE) * parts(p->n, TILE) * batches);
+  const unsigned grid = capped_grid(parts(p->m, TILE) * parts(p->n, TILE) * batches, 16);
   const dim3 block(TILE, ROWS);
   if (p->a.dtype == ENG_f64 || p->b.dtype == ENG_f64 || p->c.dtype == ENG_f64)
     multiply<double><<<grid, block, 0, cuda_stream()>>>(*p, batches);
   else
     multiply<float><<<grid, block, 0, cuda_stream()>>>(*p, batches);
-  CUDA_LAUNCHED("matmul");
-  return ENG_OK;
+  return cuda_launched("matmul");
 }
 
 extern "C" eng_status gemm_finish(const gemm_product *p, const gemm_matrix *sum)
 {
   const int64_t count = p->m * p->n * batches_of(p);
-  const unsigned grid = grid_for(parts(count, 256));
+  const unsigned grid = capped_grid(parts(count, 256), 16);
   if (sum->dtype == ENG_f64) round_into<double><<<grid, 256, 0, cuda_stream()>>>(*p, *sum, count);
   else round_into<float><<<grid, 256, 0, cuda_stream()>>>(*p, *sum, count);
-  CUDA_LAUNCHED("matmul");
-  return ENG_OK;
+  return cuda_launched("matmul");
 }

@@ -1,5 +1,5 @@
 // The operation fp8_matmul on the card. The accumulator `hopper` runs on the tensor cores if
-// cuBLASLt supports the call (gemm_fp8.h): with scales by tensor from sm_89 on, with other scales
+// cuBLASLt supports the call (gemm_codes.h): with scales by tensor from sm_89 on, with other scales
 // on sm_90. All other calls use the formula (fp8_plain.cu), which is slow. For the accumulator
 // `hopper`, the formula gives the same numbers as Hopper's tensor cores. ENGINE_FP8_FORMULA=1
 // always uses the formula, for comparison.
@@ -13,10 +13,7 @@
 // scratch memory, padded with zeros. Called through the device's table and by mx_product.cu.
 #include "runtime/device.h"
 #include "fp8_plain.h"
-#include "gemm/gemm_fp8.h"
-
-#include <stdlib.h>
-#include <string.h>
+#include "gemm/gemm_codes.h"
 
 op_kernel cuda_contiguous, cuda_fp8_matmul;
 
@@ -65,14 +62,13 @@ static eng_status prepare(fp8_operand *x, const tensor *q, const tensor *scale, 
 {
   int64_t outer = q->shape[along_k ? 0 : 1], k = q->shape[along_k ? 1 : 0];
   *x = (fp8_operand){.data = q->data, .scale = scale->data, .rows = fp8_padded(outer),
-                     .inner = fp8_padded(k), .stride = fp8_padded(k), .format = q->dtype,
-                     .scaling = scaling};
+                     .inner = fp8_padded(k), .format = q->dtype, .scaling = scaling};
   bool padded = x->rows != outer || x->inner != k;
   if (!along_k || padded || !is_aligned(q->data)) {
     void *data;
-    ENG_TRY(take(&data, x->rows * x->stride, padded, s));
+    ENG_TRY(take(&data, x->rows * x->inner, padded, s));
     ENG_TRY(
-      copy(data, x->stride, 1, q->data, along_k ? k : 1, along_k ? 1 : outer, outer, k, q->dtype));
+      copy(data, x->inner, 1, q->data, along_k ? k : 1, along_k ? 1 : outer, outer, k, q->dtype));
     x->data = data;
   }
   if (scaling == FP8_TENSOR) return ENG_OK;
@@ -91,25 +87,18 @@ static eng_status prepare(fp8_operand *x, const tensor *q, const tensor *scale, 
               have.inner_stride, have.row_count, have.inner_count, ENG_f32);
 }
 
-bool fp8_formula_wanted(void)
-{
-  static int wanted = -1;
-  if (wanted < 0) {
-    const char *text = getenv("ENGINE_FP8_FORMULA");
-    wanted = text && strcmp(text, "1") == 0;
-  }
-  return wanted;
-}
-
 int cuda_fp8(void)
-{ return fp8_formula_wanted() || cuda_capability() == 90 ? 2 : cuda_capability() >= 89; }
+{
+  if (is_on("ENGINE_FP8_FORMULA", false) || cuda_capability() == 90) return 2;
+  return cuda_capability() >= 89;
+}
 
 /// Whether the tensor cores support this call. Sets `fast` to whether they run without promotions.
 static bool on_tensor_cores(const op_call *call, int scaling_a, int scaling_b, bool *fast)
 {
   const tensor *a = call->in[0], *b = call->in[2], *bias = call->in[4], *y = call->out[0];
   int64_t promotion = call->fp8_matmul.promotion;
-  if (fp8_formula_wanted() || !fp8_product_supported(scaling_a, scaling_b) ||
+  if (is_on("ENGINE_FP8_FORMULA", false) || !fp8_product_supported(scaling_a, scaling_b) ||
       call->fp8_matmul.accumulator != ENG_ACCUMULATE_HOPPER)
     return false;
   bool blocks = scaling_a >= FP8_VEC128;   // scaling_b is by block, too (fp8_product_supported)
@@ -137,8 +126,8 @@ eng_status cuda_fp8_matmul(const op_call *call)
                        .n = y->shape[1],
                        .stride = y->shape[0] == 1 ? y->shape[1] : y->stride[0],
                        .accumulate = call->fp8_matmul.add != 0,
-                       .bias = bias ? bias->data : NULL,
-                       .bias_dtype = bias ? bias->dtype : 0};
+                       .bias = data_of(bias),
+                       .bias_dtype = dtype_of(bias)};
   fp8_operand a, b;
   scratch s = {0};
   eng_status status = prepare(&a, call->in[0], call->in[1], !ta, a_rows, a_columns, scaling_a, &s);

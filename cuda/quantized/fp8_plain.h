@@ -11,8 +11,6 @@ extern "C" {
 eng_status fp8_plain(const op_call *call);
 /// Computes mx_matmul as defined in ops.def.
 eng_status mx_plain(const op_call *call);
-/// Whether ENGINE_FP8_FORMULA=1 is set.
-bool fp8_formula_wanted(void);
 /// The card's level of support for FP8 products; see backend.h.
 int cuda_fp8(void);
 

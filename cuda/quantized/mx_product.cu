@@ -1,11 +1,11 @@
-// The operation mx_matmul on the card: cuBLASLt's block-scaled products (gemm/gemm_mx.h) where they
-// support the formats, sizes and alignments, else the formula (mx_dequantize.cu). This file puts
-// the scales in cuBLASLt's order. For NVFP4 it also computes alpha, the factors on the product and
-// on the previous y. ENGINE_FP8_FORMULA=1 always uses the formula. Called through the device's
+// The operation mx_matmul on the card: cuBLASLt's block-scaled products (gemm/gemm_codes.h) where
+// they support the formats, sizes and alignments, else the formula (mx_dequantize.cu). This file
+// puts the scales in cuBLASLt's order. For NVFP4 it also computes alpha, the factors on the product
+// and on the previous y. ENGINE_FP8_FORMULA=1 always uses the formula. Called through the device's
 // table.
 #include "kernel/element.h"
 #include "fp8_plain.h"
-#include "gemm/gemm_mx.h"
+#include "gemm/gemm_codes.h"
 
 extern "C" {
 #include "base/mx.h"
@@ -51,7 +51,7 @@ bool on_tensor_cores(const op_call *call, int64_t K)
 {
   const auto &m = call->mx_matmul;
   const tensor *a = call->in[0], *b = call->in[2], *y = call->out[0];
-  return !fp8_formula_wanted() &&
+  return !is_on("ENGINE_FP8_FORMULA", false) &&
          mx_product_supported(m.format_a, m.format_b, mx_is_nvfp4(m.rule_a)) && K > 0 &&
          (mx_is_nvfp4(m.rule_a) || (!call->in[4] && !call->in[5])) &&
          a->shape[0] % 16 == 0 && b->shape[0] % 16 == 0 && is_fast(y->dtype) &&
@@ -73,8 +73,7 @@ tiling tiling_of(const tensor *q, const tensor *scale)
 eng_status product(const op_call *call, int64_t K, scratch *s)
 {
   const auto &m = call->mx_matmul;
-  const tensor *q[2] = {call->in[0], call->in[2]}, *scale[2] = {call->in[1], call->in[3]},
-               *amax[2] = {call->in[4], call->in[5]};
+  const tensor *q[2] = {call->in[0], call->in[2]}, *scale[2] = {call->in[1], call->in[3]};
   const int64_t format[2] = {m.format_a, m.format_b};
   tiling tiles[2];
   mx_operand x[2];
@@ -90,9 +89,9 @@ eng_status product(const op_call *call, int64_t K, scratch *s)
   if (nvfp4 && !found) return ENG_ERR_MEMORY;
   const int64_t words = tiles[0].words + tiles[1].words;
   tile_scales<<<(unsigned)parts(words, THREADS), THREADS, 0, cuda_stream()>>>(
-    tiles[0], tiles[1], amax[0] ? (const float *)amax[0]->data : nullptr, (int)m.rule_a,
-    amax[1] ? (const float *)amax[1]->data : nullptr, (int)m.rule_b, m.factor, m.add != 0, found);
-  CUDA_LAUNCHED("mx_matmul");
+    tiles[0], tiles[1], (const float *)data_of(call->in[4]), (int)m.rule_a,
+    (const float *)data_of(call->in[5]), (int)m.rule_b, m.factor, m.add != 0, found);
+  ENG_TRY(cuda_launched("mx_matmul"));
   const tensor *y = call->out[0];
   return mx_product(y->data, y->dtype, &x[0], &x[1], K, nvfp4, nvfp4 ? found : known, m.add != 0);
 }

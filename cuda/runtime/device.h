@@ -6,6 +6,8 @@
 #pragma once
 
 #include <cuda_runtime.h>
+#include <stdlib.h>
+#include <string.h>
 
 #ifdef __cplusplus
 extern "C" {
@@ -30,6 +32,14 @@ eng_status cuda_status(cudaError_t result, const char *what);
 /// error inside a kernel appears at the next wait.
 static inline eng_status cuda_launched(const char *what)
 { return cuda_status(cudaPeekAtLastError(), what); }
+
+/// Whether an environment variable that may be 0 or 1 is 1. Returns `otherwise` if it is unset or
+/// has another value. (lua/engine/cli/environment.lua reports other values at start.)
+static inline bool is_on(const char *name, bool otherwise)
+{
+  const char *text = getenv(name);
+  return strcmp(text ? text : "", otherwise ? "0" : "1") == 0 ? !otherwise : otherwise;
+}
 
 /// Takes and frees memory for a kernel's intermediate results. The host function that launches the
 /// kernel must free it before returning. This is safe while the kernel still runs, because later

@@ -3,8 +3,8 @@
 
 #include "runtime/device.h"
 #include "quantized/fp8_plain.h"
-#include "gemm/gemm_fp8.h"
-#include "gemm/gemm_plain.h"
+#include "gemm/gemm_codes.h"
+#include "gemm/gemm.h"
 
 #include <stdarg.h>
 #include <stdio.h>

@@ -5,7 +5,7 @@ local helper = require "spec.helper"
 
 local SOURCES = "spec/cuda/card.c spec/cuda/cublaslt.c spec/cuda/gemm_host.c " ..
   "spec/cuda/gemm_fp8_host.c cuda/gemm/gemm_layout.c cuda/gemm/gemm_cache.c cuda/gemm/gemm_lt.c " ..
-  "cuda/gemm/gemm.c cuda/gemm/gemm_fused.c cuda/gemm/gemm_fp8.c cuda/quantized/fp8_matmul.c"
+  "cuda/gemm/gemm.c cuda/gemm/gemm_fused.c cuda/gemm/gemm_codes.c cuda/quantized/fp8_matmul.c"
 
 --- A folder with CUDA's headers, or nil.
 local function headers()
