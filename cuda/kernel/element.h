@@ -8,11 +8,9 @@
 
 #include "base/element.h"
 
-#define ELEMENT __device__ static inline __attribute__((unused))
-
 /// Loads element i of a tensor in a float format as T (float or double). The value is exact, except
 /// that an f64 element is rounded once if T is float.
-template <class T> ELEMENT T load_as(const void *data, int dtype, int64_t i)
+template <class T> __device__ static inline T load_as(const void *data, int dtype, int64_t i)
 {
   switch (dtype) {
     case ENG_f32:  return (T)((const float *)data)[i];
@@ -23,7 +21,7 @@ template <class T> ELEMENT T load_as(const void *data, int dtype, int64_t i)
 }
 
 /// Rounds x once and stores it as element i of a tensor in a float format.
-ELEMENT void store_as(void *data, int dtype, int64_t i, float x)
+__device__ static inline void store_as(void *data, int dtype, int64_t i, float x)
 {
   switch (dtype) {
     case ENG_f32:  ((float *)data)[i] = x; break;
@@ -32,7 +30,7 @@ ELEMENT void store_as(void *data, int dtype, int64_t i, float x)
     default:       ((double *)data)[i] = x;
   }
 }
-ELEMENT void store_as(void *data, int dtype, int64_t i, double x)
+__device__ static inline void store_as(void *data, int dtype, int64_t i, double x)
 {
   switch (dtype) {
     case ENG_f32:  ((float *)data)[i] = (float)x; break;
@@ -45,8 +43,8 @@ ELEMENT void store_as(void *data, int dtype, int64_t i, double x)
 /// Copies one element between tensors. If the formats agree, copies it bit for bit. Otherwise
 /// converts it by the rules of base/element.h, so a float result is rounded once. Does not convert
 /// from or to FP8; copy.cu does.
-ELEMENT void copy_element(void *to, int to_dtype, int64_t to_at, const void *from, int from_dtype,
-                          int64_t from_at)
+__device__ static inline void copy_element(void *to, int to_dtype, int64_t to_at, const void *from,
+                                           int from_dtype, int64_t from_at)
 {
   if (to_dtype == from_dtype) {
     switch (to_dtype) {
@@ -71,7 +69,7 @@ ELEMENT void copy_element(void *to, int to_dtype, int64_t to_at, const void *fro
 
 /// Returns the random word of element i. A Philox block has four words, one for each of four
 /// elements. (Indexing with a variable would move the array from registers to local memory.)
-ELEMENT uint32_t word_of_element(const uint32_t (&word)[4], uint64_t i)
+__device__ static inline uint32_t word_of_element(const uint32_t (&word)[4], uint64_t i)
 { return i & 2 ? (i & 1 ? word[3] : word[2]) : (i & 1 ? word[1] : word[0]); }
 
 /// V elements that one access of up to 16 bytes loads or stores.
@@ -79,15 +77,15 @@ template <typename T, int V> struct alignas(sizeof(T) * V) pack { T v[V]; };
 
 /// The exponential, the logarithm and a * b + c with one rounding, for kernel templates over float
 /// and double.
-ELEMENT float  exp_of(float x)  { return expf(x); }
-ELEMENT double exp_of(double x) { return exp(x); }
-ELEMENT float  log_of(float x)  { return logf(x); }
-ELEMENT double log_of(double x) { return log(x); }
-ELEMENT float  fused(float a, float b, float c)    { return fmaf(a, b, c); }
-ELEMENT double fused(double a, double b, double c) { return fma(a, b, c); }
+__device__ static inline float  exp_of(float x)  { return expf(x); }
+__device__ static inline double exp_of(double x) { return exp(x); }
+__device__ static inline float  log_of(float x)  { return logf(x); }
+__device__ static inline double log_of(double x) { return log(x); }
+__device__ static inline float  fused(float a, float b, float c)    { return fmaf(a, b, c); }
+__device__ static inline double fused(double a, double b, double c) { return fma(a, b, c); }
 
 /// Whether every tensor of the call is f32, f16 or bf16 (absent tensors are ignored).
-static inline __attribute__((unused)) bool all_fast(const op_call *call)
+static inline bool all_fast(const op_call *call)
 {
   for (int k = 0; k < call->n_in; k++)
     if (call->in[k] && !is_fast(call->in[k]->dtype)) return false;

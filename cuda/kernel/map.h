@@ -298,14 +298,9 @@ static eng_status map(const op_call *call, const Rule &rule)
                        [&](auto t) { map_launch<uniform<decltype(t)>, M, N>(w, rule); });
     }
   }
-  if (done) {
-  } else if (walk_bundle(w, 4)) {
-    map_launch<mixed<4>, M, N>(w, rule);
-  } else {
-    map_launch<mixed<1>, M, N>(w, rule);
-  }
-  CUDA_LAUNCHED(eng_op_name(call->op));
-  return ENG_OK;
+  if (!done && walk_bundle(w, 4)) map_launch<mixed<4>, M, N>(w, rule);
+  else if (!done) map_launch<mixed<1>, M, N>(w, rule);
+  return cuda_launched(eng_op_name(call->op));
 }
 
 /// Runs body(w, at) for one element per thread. `at` holds the offset of the element in every
@@ -332,6 +327,5 @@ template <int K, class Body> static void each_of(const walk<K> &w, const Body &b
 template <int M, int N, class Body> static eng_status each(const op_call *call, const Body &body)
 {
   each_of(walk_of_call<M, N>(call), body);
-  CUDA_LAUNCHED(eng_op_name(call->op));
-  return ENG_OK;
+  return cuda_launched(eng_op_name(call->op));
 }

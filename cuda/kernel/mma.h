@@ -12,8 +12,6 @@
 
 #include "ptx.h"
 
-#ifdef __CUDACC__
-
 __device__ static inline uint32_t shared_address(const void *p)
 { return (uint32_t)__cvta_generic_to_shared(p); }
 
@@ -68,4 +66,3 @@ __device__ static inline void multiply_add(float (&c)[4], const uint32_t (&a)[4]
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-#endif

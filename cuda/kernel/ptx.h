@@ -7,8 +7,6 @@
 
 #include "runtime/device.h"
 
-#ifdef __CUDACC__
-
 /// Returns 2^x within 2 units in the last place. Results below 2^-126 become 0.
 __device__ static inline float exp2_fast(float x)
 {
@@ -113,4 +111,3 @@ template <class T> __device__ static inline T opaque(T x)
   asm volatile("" : "+r"(x));
   return x;
 }
-#endif

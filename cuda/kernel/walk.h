@@ -10,7 +10,7 @@
 /// Division of integers below 2^31 by a divisor known before the launch.
 struct divider { uint32_t size, factor, shift; };
 
-static inline __attribute__((unused)) divider divider_of(int64_t size)
+static inline divider divider_of(int64_t size)
 {
   uint32_t shift = 0;
   if (size < 1) size = 1;
@@ -41,7 +41,7 @@ struct walk_shape {
   int64_t shape[ENG_MAX_DIMS];
 };
 
-static inline __attribute__((unused)) walk_shape shape_of(const tensor *x)
+static inline walk_shape shape_of(const tensor *x)
 {
   walk_shape s = {x->ndim, {0}};
   for (int d = 0; d < x->ndim; d++) s.shape[d] = x->shape[d];
@@ -105,7 +105,7 @@ template <int N> static walk<N> walk_over(const tensor *over, const tensor *cons
   for (int k = 0; k < N; k++) {
     const tensor *t = x[k] ? x[k] : over;
     for (int d = 0; d < over->ndim; d++) stride[k][d] = stride_in(t, over->ndim, d);
-    data[k] = x[k] ? x[k]->data : NULL;
+    data[k] = data_of(x[k]);
     dtype[k] = t->dtype;
   }
   return walk_of<N>(shape_of(over), stride, data, dtype);
@@ -135,6 +135,10 @@ template <int N> static bool walk_bundle(walk<N> &w, int V)
 
 enum { WALK_THREADS = 256 };
 
+/// Prepares a walk for walk_offsets.
+template <int N> static void walk_dividers(walk<N> &w)
+{ for (int d = 0; d < w.ndim && w.ndim > 1; d++) w.size[d] = divider_of(w.shape[d]); }
+
 /// Calls launch(part, blocks) once, for the whole walk. If the walk has several dimensions and too
 /// many groups for 32-bit counts, calls it once for each of several smaller parts. A part's offsets
 /// count from the data pointers of the part. `unroll` is the number of groups per thread.
@@ -157,9 +161,8 @@ template <int N, class Launch> static void walk_parts(walk<N> w, int unroll, con
     }
     return;
   }
-  for (int d = 0; d < w.ndim && w.ndim > 1; d++) w.size[d] = divider_of(w.shape[d]);
-  int64_t each = (int64_t)WALK_THREADS * unroll;
-  launch(w, (unsigned)((w.groups + each - 1) / each));
+  walk_dividers(w);
+  launch(w, (unsigned)parts(w.groups, (int64_t)WALK_THREADS * unroll));
 }
 
 /// Computes the offset, in elements, of a group's first element in every tensor.

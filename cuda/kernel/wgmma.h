@@ -12,8 +12,6 @@
 
 #include "mma.h"
 
-#if defined(__CUDACC__)
-
 /// Returns wgmma's descriptor of the operand that begins `offset` bytes after the beginning of the
 /// tile at `address`. Groups of 8 rows are 1024 bytes apart. `beside`, the distance in bytes to the
 /// tile with the next 64 columns, matters only in weights_times_rows, for a B of more than 64
@@ -114,4 +112,3 @@ WGMMA_ROWS(f16_t, "f16", 128, REGISTERS_64, NUMBERS_64, "64", "65", "66")
 WGMMA_WEIGHTS(f16_t, "f16", 128, REGISTERS_64, NUMBERS_64, "64", "65", "66", "67", "68")
 WGMMA_ROWS(bf16_t, "bf16", 128, REGISTERS_64, NUMBERS_64, "64", "65", "66")
 WGMMA_WEIGHTS(bf16_t, "bf16", 128, REGISTERS_64, NUMBERS_64, "64", "65", "66", "67", "68")
-#endif

@@ -231,14 +231,14 @@ struct copy_rule {
 // NaN in formats without Inf (core/base/fp8.h).
 __host__ __device__ static inline bool is_fp8(int d) { return d == ENG_e4m3 || d == ENG_e5m2; }
 
-ELEMENT double load_fp8(const void *data, int dtype, int64_t i)
+__device__ static inline double load_fp8(const void *data, int dtype, int64_t i)
 {
   uint8_t code = ((const uint8_t *)data)[i];
   return dtype == ENG_e4m3 ? e4m3_to_f32(code) : e5m2_to_f32(code);
 }
 
 /// Loads element i, in any format, as a double for conversion to FP8.
-ELEMENT double load_for_fp8(const void *data, int dtype, int64_t i)
+__device__ static inline double load_for_fp8(const void *data, int dtype, int64_t i)
 {
   if (is_fp8(dtype)) return load_fp8(data, dtype, i);
   return dtype_is_float(dtype) ? element_double(data, dtype, i) :
@@ -274,8 +274,7 @@ static eng_status copy(const tensor *y, const tensor *x)
     op_call call = simple_call(ENG_OP_cast, x, NULL, y);
     return fast ? map<1, 1, false>(&call, copy_rule{}) : each<1, 1>(&call, copy_body{});
   }
-  CUDA_LAUNCHED("a copy");
-  return ENG_OK;
+  return cuda_launched("a copy");
 }
 
 /// Converts to FP8 with saturation, stochastic rounding or both, as `mode` says.

@@ -196,14 +196,11 @@ static __global__ void __launch_bounds__(WALK_THREADS) where_kernel(const walk<4
 
 template <typename T> static void where_bits(walk<4> w)
 {
-  if (walk_bundle(w, 16 / (int)sizeof(T)))
-    walk_parts<4>(w, 1, [](const walk<4> &part, unsigned blocks) {
-      where_kernel<T, 16 / sizeof(T)><<<blocks, WALK_THREADS, 0, cuda_stream()>>>(part);
-    });
-  else
-    walk_parts<4>(w, 1, [](const walk<4> &part, unsigned blocks) {
-      where_kernel<T, 1><<<blocks, WALK_THREADS, 0, cuda_stream()>>>(part);
-    });
+  constexpr int V = 16 / sizeof(T);
+  auto kernel = walk_bundle(w, V) ? where_kernel<T, V> : where_kernel<T, 1>;
+  walk_parts<4>(w, 1, [=](const walk<4> &part, unsigned blocks) {
+    kernel<<<blocks, WALK_THREADS, 0, cuda_stream()>>>(part);
+  });
 }
 
 struct where_body {
@@ -227,8 +224,7 @@ extern "C" eng_status cuda_where(const op_call *call)
     case 4:  where_bits<uint32_t>(w); break;
     default: where_bits<uint64_t>(w);
   }
-  CUDA_LAUNCHED("where");
-  return ENG_OK;
+  return cuda_launched("where");
 }
 
 // ------------------------------------------------------------------ one input and scalars

@@ -135,6 +135,5 @@ extern "C" eng_status cuda_rope(const op_call *call)
     }
     scratch_give(table, bytes);
   }
-  CUDA_LAUNCHED("rope");
-  return ENG_OK;
+  return cuda_launched("rope");
 }

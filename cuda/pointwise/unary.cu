@@ -84,16 +84,6 @@ __device__ static inline void unary_floats(int op, float (&y)[V], const float (&
 #undef EACH
 }
 
-template <int V> __device__ static inline void unary_low(int op, float (&y)[V], const float (&x)[V])
-{
-  if (op == ENG_OP_gelu_tanh) {
-#pragma unroll
-    for (int v = 0; v < V; v++) y[v] = gelu_tanh_low(x[v]);
-  } else {
-    unary_floats(op, y, x);
-  }
-}
-
 /// The rule of operation OP alone or, with OP = -1, a rule in which `op` selects the formula.
 /// Operations that take much of a model's time have their own kernel, because a kernel of many
 /// formulas needs as many registers as the longest formula.
@@ -104,7 +94,12 @@ template <int OP> struct unary_rule {
   { unary_floats(OP < 0 ? op : OP, y[0], x[0]); }
   template <int V>
   __device__ void low(float (&y)[1][V], const float (&x)[1][V]) const
-  { unary_low(OP < 0 ? op : OP, y[0], x[0]); }
+  {
+    int which = OP < 0 ? op : OP;
+    if (which != ENG_OP_gelu_tanh) return (*this)(y, x);
+#pragma unroll
+    for (int v = 0; v < V; v++) y[0][v] = gelu_tanh_low(x[0][v]);
+  }
 };
 
 // ------------------------------------------------------------------ derivatives in f32
@@ -186,18 +181,6 @@ __device__ static inline void slope_floats(int op, float (&y)[V], const float (&
 #undef EACH
 }
 
-template <int V>
-__device__ static inline void slope_low(int op, float (&y)[V], const float (&x)[V],
-                                        const float (&dy)[V])
-{
-  if (op == ENG_OP_gelu_tanh) {
-#pragma unroll
-    for (int v = 0; v < V; v++) y[v] = gelu_tanh_slope_low(x[v]) * dy[v];
-  } else {
-    slope_floats(op, y, x, dy);
-  }
-}
-
 template <int OP> struct slope_rule {   // OP as in unary_rule
   int op;
   template <int V>
@@ -205,7 +188,12 @@ template <int OP> struct slope_rule {   // OP as in unary_rule
   { slope_floats(OP < 0 ? op : OP, y[0], x[0], x[1]); }
   template <int V>
   __device__ void low(float (&y)[1][V], const float (&x)[2][V]) const
-  { slope_low(OP < 0 ? op : OP, y[0], x[0], x[1]); }
+  {
+    int which = OP < 0 ? op : OP;
+    if (which != ENG_OP_gelu_tanh) return (*this)(y, x);
+#pragma unroll
+    for (int v = 0; v < V; v++) y[0][v] = gelu_tanh_slope_low(x[0][v]) * x[1][v];
+  }
 };
 
 // ------------------------------------------------------------------ in double
@@ -323,8 +311,7 @@ template <template <int> class Rule, int N> static eng_status run(const op_call 
     case ENG_OP_silu:      done = map_dense<1, N>(w, Rule<ENG_OP_silu>{}); break;
   }
   if (!done) return map<1, N>(call, Rule<-1>{op});
-  CUDA_LAUNCHED(eng_op_name(call->op));
-  return ENG_OK;
+  return cuda_launched(eng_op_name(call->op));
 }
 
 static eng_status unary(const op_call *call)
@@ -448,16 +435,6 @@ dropout_kernel(T *y, const T *x, int64_t count, dropout_mask mask, float factor)
   }
 }
 
-template <typename T>
-static void dropout_launch(const tensor *y, const tensor *x, dropout_mask mask, float factor)
-{
-  constexpr int V = 16 / sizeof(T);
-  int64_t each = (int64_t)WALK_THREADS * V;
-  unsigned blocks = (unsigned)((x->count + each - 1) / each);
-  dropout_kernel<T, V><<<blocks, WALK_THREADS, 0, cuda_stream()>>>((T *)y->data, (const T *)x->data,
-                                                                   x->count, mask, factor);
-}
-
 // Computes x / rest or, if `factor` is not 0, x * factor in f32, as dropout_kernel does.
 static __global__ void dropout_elements(void *y, int y_dtype, const void *x, int x_dtype,
                                         int64_t count, dropout_mask mask, double rest, float factor)
@@ -483,13 +460,18 @@ extern "C" eng_status cuda_dropout(const op_call *call)
        fast = is_fast(x->dtype) && is_fast(y->dtype);
   float factor = fast ? (float)(1.0 / (1.0 - p)) : 0.0f;
   if (fast && x->dtype == y->dtype && aligned) {
-    with_fast_format(x->dtype, [&](auto t) { dropout_launch<decltype(t)>(y, x, mask, factor); });
+    with_fast_format(x->dtype, [&](auto t) {
+      typedef decltype(t) T;
+      constexpr int V = 16 / sizeof(T);
+      dropout_kernel<T, V>
+        <<<(unsigned)parts(x->count, WALK_THREADS * V), WALK_THREADS, 0, cuda_stream()>>>(
+          (T *)y->data, (const T *)x->data, x->count, mask, factor);
+    });
   } else {
-    unsigned blocks = (unsigned)((x->count + WALK_THREADS - 1) / WALK_THREADS);
+    unsigned blocks = (unsigned)parts(x->count, WALK_THREADS);
     dropout_elements<<<blocks, WALK_THREADS, 0, cuda_stream()>>>(y->data, y->dtype, x->data,
                                                                  x->dtype, x->count, mask, 1.0 - p,
                                                                  factor);
   }
-  CUDA_LAUNCHED("dropout");
-  return ENG_OK;
+  return cuda_launched("dropout");
 }
