@@ -138,8 +138,7 @@ static eng_status copy_rows(const op_call *call, around a)
   else if (unit == 4) rows_kernel<uint32_t><<<blocks, WALK_THREADS, 0, cuda_stream()>>>(r);
   else if (unit == 2) rows_kernel<uint16_t><<<blocks, WALK_THREADS, 0, cuda_stream()>>>(r);
   else rows_kernel<uint8_t><<<blocks, WALK_THREADS, 0, cuda_stream()>>>(r);
-  CUDA_LAUNCHED(eng_op_name(call->op));
-  return ENG_OK;
+  return cuda_launched(eng_op_name(call->op));
 }
 
 extern "C" eng_status cuda_embedding(const op_call *call)
@@ -172,18 +171,12 @@ struct gather_body {
 extern "C" eng_status cuda_gather(const op_call *call)
 {
   const tensor *x = call->in[0], *index = call->in[1], *y = call->out[0];
-  int64_t dimension = dimension_of(call->gather.dim, x), stride[3][ENG_MAX_DIMS] = {};
-  for (int d = 0; d < x->ndim; d++) {
-    stride[0][d] = y->stride[d];
-    stride[1][d] = index->stride[d];
-    stride[2][d] = d == dimension ? 0 : x->stride[d];
-  }
-  walk<3> w = walk_of<3>(shape_of(y), stride, {y->data, index->data, x->data},
-                         {y->dtype, index->dtype, x->dtype});
-  gather_body body = {x->shape[dimension], x->stride[dimension], cuda_fault()};
-  each_of(w, body);
-  CUDA_LAUNCHED("gather");
-  return ENG_OK;
+  int64_t dimension = dimension_of(call->gather.dim, x);
+  tensor first = *x;   // broadcast along the indexed dimension
+  first.shape[dimension] = 1;
+  each_of(walk_over<3>(y, {y, index, &first}),
+          gather_body{x->shape[dimension], x->stride[dimension], cuda_fault()});
+  return cuda_launched("gather");
 }
 
 // ------------------------------------------------------------------ gradients: sums over picks
@@ -475,9 +468,8 @@ static eng_status scatter_sums(const op_call *call, scatter s, walk<3> w, int64_
   else if (aligned && s.a.inner % 4 == 0) sum_chunks<float_lanes<4>>(s);
   else sum_chunks<float_lanes<1>>(s);
   scratch_give(space, bytes);
-  if (result != cudaSuccess) return cuda_status(result, eng_op_name(call->op));
-  CUDA_LAUNCHED(eng_op_name(call->op));
-  return ENG_OK;
+  ENG_TRY(cuda_status(result, eng_op_name(call->op)));
+  return cuda_launched(eng_op_name(call->op));
 }
 
 // The picks are whole rows: the index is [n].
@@ -507,15 +499,13 @@ extern "C" eng_status cuda_index_select_grad(const op_call *call)
 extern "C" eng_status cuda_gather_grad(const op_call *call)
 {
   const tensor *dx = call->out[0], *dy = call->in[0];
-  int64_t dimension = dimension_of(call->gather_grad.dim, dx), stride[3][ENG_MAX_DIMS] = {};
+  int64_t dimension = dimension_of(call->gather_grad.dim, dx);
   scatter s = {};
   s.a = {1, dx->count, 1};
   s.n = dy->count;
-  for (int d = 0; d < dx->ndim; d++) {
-    stride[0][d] = stride[1][d] = dy->stride[d];   // dy and the index are contiguous
-    stride[2][d] = d == dimension ? 0 : dx->stride[d];
-  }
-  walk<3> w =
-    walk_of<3>(shape_of(dy), stride, {NULL, NULL, NULL}, {ENG_i64, call->in[1]->dtype, ENG_i64});
+  tensor first = *dx;   // broadcast along the indexed dimension
+  first.shape[dimension] = 1;
+  // words have dy's strides; dy and the index are contiguous
+  walk<3> w = walk_over<3>(dy, {dy, call->in[1], &first});
   return scatter_sums(call, s, w, dx->shape[dimension], dx->stride[dimension]);
 }

@@ -241,8 +241,8 @@ static void launch_losses(const op_call *call, int64_t rows, int classes, double
     (is_short ? row_losses<32, false, false, T> : row_losses<THREADS, false, false, T>);
   kernel<<<grid_of(rows, classes), THREADS, 0, cuda_stream()>>>(
     (const T *)x->data, targets->data, targets->dtype, rows, classes, call->cross_entropy.ignore,
-    smoothing, call->cross_entropy.z_loss, cap, losses, loss ? loss->data : NULL,
-    loss ? loss->dtype : 0, lse ? lse->data : NULL, lse ? lse->dtype : 0, cuda_fault());
+    smoothing, call->cross_entropy.z_loss, cap, losses, data_of(loss), dtype_of(loss), data_of(lse),
+    dtype_of(lse), cuda_fault());
 }
 
 extern "C" eng_status cuda_cross_entropy(const op_call *call)
@@ -254,18 +254,15 @@ extern "C" eng_status cuda_cross_entropy(const op_call *call)
   int64_t bytes = rows * (int64_t)sizeof(double);
   double *losses = NULL;
   if (mode != 0 && !(losses = (double *)scratch_take(bytes))) return ENG_ERR_MEMORY;
-  if (rows > 0) {
+  if (rows > 0)
     with_format(x->dtype,
                 [&](auto t) { launch_losses<decltype(t)>(call, rows, classes, losses); });
-  }
-  if (mode != 0 && loss) {
+  if (mode != 0 && loss)
     divided_sum<<<1, SUM_THREADS, 0, cuda_stream()>>>(
       losses, rows, mode == 1 ? targets->data : NULL, targets->dtype, call->cross_entropy.ignore, 1,
       loss->data, loss->dtype);
-  }
   if (losses) scratch_give(losses, bytes);
-  CUDA_LAUNCHED("cross_entropy");
-  return ENG_OK;
+  return cuda_launched("cross_entropy");
 }
 
 // ------------------------------------------------------------------ gradient of cross entropy
@@ -382,8 +379,7 @@ extern "C" eng_status cuda_cross_entropy_grad(const op_call *call)
   with_format(x->dtype,
               [&](auto t) { launch_gradients<decltype(t)>(call, rows, classes, counted); });
   if (counted) scratch_give(counted, sizeof *counted);
-  CUDA_LAUNCHED("cross_entropy_grad");
-  return ENG_OK;
+  return cuda_launched("cross_entropy_grad");
 }
 
 // ------------------------------------------------------------------ mean squared error
@@ -409,13 +405,11 @@ extern "C" eng_status cuda_mse(const op_call *call)
   int64_t blocks = parts(a->count, MSE_CHUNK), bytes = blocks * (int64_t)sizeof(double);
   double *partial = (double *)scratch_take(bytes);
   if (!partial) return ENG_ERR_MEMORY;
-  if (blocks > 0) {
+  if (blocks > 0)
     square_distances<<<(unsigned)blocks, SUM_THREADS, 0, cuda_stream()>>>(
       a->data, a->dtype, b->data, b->dtype, a->count, partial);
-  }
   divided_sum<<<1, SUM_THREADS, 0, cuda_stream()>>>(
     partial, blocks, nullptr, 0, 0, (double)a->count, out->data, out->dtype);   // 0 / 0 is NaN
   scratch_give(partial, bytes);
-  CUDA_LAUNCHED("mse");
-  return ENG_OK;
+  return cuda_launched("mse");
 }

@@ -511,11 +511,11 @@ template <bool ADDS> static norm_choice backward_kernel(int dtype, int64_t n)
 /// `fast` if x is not f32, f16 or bf16, and p->whole if x is not 16-byte aligned.
 static void look_at(norm_call *p, bool *fast, const tensor *x, const void **data, int32_t *dtype)
 {
-  *data = x ? x->data : NULL;
-  *dtype = x ? x->dtype : (int32_t)ENG_f32;
+  *data = data_of(x);
+  *dtype = dtype_of(x);
   if (!x) return;
-  if (x->dtype != ENG_f32 && !dtype_is_low(x->dtype)) *fast = false;
-  if ((uintptr_t)x->data & 15) p->whole = false;
+  if (!is_fast(x->dtype)) *fast = false;
+  if (!is_aligned(x->data)) p->whole = false;
 }
 
 static norm_call call_of(const op_call *call, bool centred)
@@ -533,9 +533,10 @@ static norm_call call_of(const op_call *call, bool centred)
 static eng_status check_length(const op_call *call)
 {
   const tensor *x = call->in[0];
-  if (x->shape[x->ndim - 1] <= INT32_MAX / 2) return ENG_OK;
-  return error_set(ENG_ERR_SHAPE, "%s: expected rows of fewer than 2^30 elements on cuda, got %s",
-                   eng_op_name(call->op), tensor_text(x));
+  FAIL_IF(x->shape[x->ndim - 1] > INT32_MAX / 2, ENG_ERR_SHAPE,
+          "%s: expected rows of fewer than 2^30 elements on cuda, got %s", eng_op_name(call->op),
+          tensor_text(x));
+  return ENG_OK;
 }
 
 extern "C" op_kernel cuda_add;
@@ -565,8 +566,10 @@ static eng_status forward(const op_call *call, bool centred, bool adds)
   look_at(&p, &fast, sum, (const void **)&p.sum, &sum_dtype);
   const tensor *means = centred ? call->out[next] : NULL,
                *rstds = call->out[centred ? next + 1 : next];
-  if (means) { p.out_means = means->data; p.out_means_dtype = means->dtype; }
-  if (rstds) { p.out_rstds = rstds->data; p.out_rstds_dtype = rstds->dtype; }
+  p.out_means = data_of(means);
+  p.out_means_dtype = dtype_of(means);
+  p.out_rstds = data_of(rstds);
+  p.out_rstds_dtype = dtype_of(rstds);
   norm_choice choice =
     adds ? forward_kernel<true>(p.x_dtype, p.n) : forward_kernel<false>(p.x_dtype, p.n);
   fast = fast && p.y_dtype == p.x_dtype && choice.kernel && p.n > 0;
@@ -579,18 +582,16 @@ static eng_status forward(const op_call *call, bool centred, bool adds)
     return forward(&norm, centred, false);
   }
   if (fast) {
-    int64_t groups = parts(p.rows, choice.rows),
-            most = cuda_multiprocessors() * (int64_t)choice.resident;
+    unsigned blocks = capped_grid(parts(p.rows, choice.rows), choice.resident);
     int bytes = choice.pieces * choice.threads / choice.rows * 8 * 2 * (int)sizeof(float);
     if (bytes > 40 << 10)
       CUDA_TRY(cudaFuncSetAttribute((const void *)choice.kernel,
                                     cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-    choice.kernel<<<(unsigned)least(groups, most), choice.threads, bytes, cuda_stream()>>>(p);
+    choice.kernel<<<blocks, choice.threads, bytes, cuda_stream()>>>(p);
   } else {
     norm_plain(&p);
   }
-  CUDA_LAUNCHED(eng_op_name(call->op));
-  return ENG_OK;
+  return cuda_launched(eng_op_name(call->op));
 }
 
 extern "C" eng_status cuda_layer_norm(const op_call *call) { return forward(call, true, false); }
@@ -611,7 +612,8 @@ static eng_status backward(const op_call *call, bool centred, bool adds)
   int32_t dsum_dtype;
   look_at(&p, &fast, dsum, &p.dsum, &dsum_dtype);
   const tensor *means = centred ? call->in[2] : NULL, *rstds = call->in[centred ? 3 : 2];
-  if (means) { p.means = means->data; p.means_dtype = means->dtype; }
+  p.means = data_of(means);
+  p.means_dtype = dtype_of(means);
   p.rstds = rstds->data;
   p.rstds_dtype = rstds->dtype;
   const tensor *dweight = call->layer_norm_grad.affine ? call->out[1] : NULL,
@@ -630,7 +632,7 @@ static eng_status backward(const op_call *call, bool centred, bool adds)
   if (!fast) return norm_grad_plain(&p, dweight, dbias);
 
   int64_t groups = parts(p.rows, BLOCK_LEAST),
-          blocks = least(parts(groups, choice.rows), MULTIPROCESSORS * (int64_t)choice.resident);
+          blocks = min(parts(groups, choice.rows), (int64_t)MULTIPROCESSORS * choice.resident);
   int64_t bytes = dweight || dbias ? blocks * 2 * p.n * (int64_t)sizeof(float) : 0;
   if (bytes) {
     p.partial = (float *)scratch_take(bytes);
@@ -640,11 +642,10 @@ static eng_status backward(const op_call *call, bool centred, bool adds)
   if (bytes)
     norm_sum_blocks<<<(unsigned)parts(2 * (int64_t)p.n, SUM_COLUMNS), SUM_COLUMNS * SUM_SLICES, 0,
                       cuda_stream()>>>(
-      dweight ? dweight->data : NULL, dweight ? dweight->dtype : 0, dbias ? dbias->data : NULL,
-      dbias ? dbias->dtype : 0, p.partial, (int)blocks, p.n);
+      data_of(dweight), dtype_of(dweight), data_of(dbias), dtype_of(dbias), p.partial, (int)blocks,
+      p.n);
   scratch_give(p.partial, bytes);
-  CUDA_LAUNCHED(eng_op_name(call->op));
-  return ENG_OK;
+  return cuda_launched(eng_op_name(call->op));
 }
 
 extern "C" eng_status cuda_layer_norm_grad(const op_call *call)

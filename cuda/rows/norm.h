@@ -21,14 +21,11 @@ typedef struct norm_call {
   float *partial;
 } norm_call;
 
-static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
 /// Launches the plain forward kernel; *p has at least one row.
 void norm_plain(const norm_call *p);
 /// Computes the gradients with plain kernels. dweight and dbias are NULL if they are not wanted.
 eng_status norm_grad_plain(const norm_call *p, const tensor *dweight, const tensor *dbias);
 
-#ifdef __CUDACC__
 /// Returns the sum over the threads of a row to every thread. `room` is shared memory with one
 /// number per warp, for rows that take a block. A sum has only one barrier, so between two calls
 /// with the same `room` there must be a call with another room.
@@ -44,4 +41,3 @@ template <int ROW, class A> __device__ static inline A row_sum(A x, A *room)
   for (int w = 0; w < ROW / 32; w++) x += room[w];
   return x;
 }
-#endif

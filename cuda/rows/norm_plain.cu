@@ -98,20 +98,17 @@ __global__ void __launch_bounds__(PLAIN_THREADS)
   if (dbias) element_store(dbias, dbias_dtype, c, for_bias);
 }
 
+static unsigned blocks_of(const norm_call &p) { return (unsigned)min(p.rows, (int64_t)65535); }
+
 void norm_plain(const norm_call *p)
-{ plain_rows<<<(unsigned)least(p->rows, 65535), PLAIN_THREADS, 0, cuda_stream()>>>(*p); }
+{ plain_rows<<<blocks_of(*p), PLAIN_THREADS, 0, cuda_stream()>>>(*p); }
 
 eng_status norm_grad_plain(const norm_call *p, const tensor *dweight, const tensor *dbias)
 {
-  if (p->rows > 0 && p->dx) {
-    plain_grad_rows<<<(unsigned)least(p->rows, 65535), PLAIN_THREADS, 0, cuda_stream()>>>(*p);
-    CUDA_LAUNCHED("norm_grad");
-  }
-  if ((dweight || dbias) && p->n > 0) {
-    plain_grad_columns<<<(unsigned)((p->n + 31) / 32), PLAIN_THREADS, 0, cuda_stream()>>>(
-      *p, dweight ? dweight->data : NULL, dweight ? dweight->dtype : 0, dbias ? dbias->data : NULL,
-      dbias ? dbias->dtype : 0);
-    CUDA_LAUNCHED("norm_grad");
-  }
-  return ENG_OK;
+  if (p->rows > 0 && p->dx)
+    plain_grad_rows<<<blocks_of(*p), PLAIN_THREADS, 0, cuda_stream()>>>(*p);
+  if ((dweight || dbias) && p->n > 0)
+    plain_grad_columns<<<(unsigned)parts(p->n, 32), PLAIN_THREADS, 0, cuda_stream()>>>(
+      *p, data_of(dweight), dtype_of(dweight), data_of(dbias), dtype_of(dbias));
+  return cuda_launched("norm_grad");
 }

@@ -247,9 +247,6 @@ static walk<1> part_of(const tensor *x, uint64_t mask, bool gone)
   return walk_of<1>(shape, stride, {x->data}, {x->dtype});
 }
 
-static void set_dividers(walk<1> &w)
-{ for (int d = 0; d < w.ndim && w.ndim > 1; d++) w.size[d] = divider_of(w.shape[d]); }
-
 /// Bundles `inner` into groups of V elements if all offsets of `other` are multiples of V. Returns
 /// false, with `inner` unchanged, if that is impossible.
 static bool bundle_inside(walk<1> &inner, const walk<1> &other, int V)
@@ -262,8 +259,8 @@ static bool bundle_inside(walk<1> &inner, const walk<1> &other, int V)
 /// Launches a reduction, down columns if the results are adjacent in x (`beside`).
 template <class P> static void launch(reduction &r, bool beside)
 {
-  set_dividers(r.kept);
-  set_dividers(r.gone);
+  walk_dividers(r.kept);
+  walk_dividers(r.gone);
   if (beside) {
     columns_kernel<P>
       <<<(unsigned)(parts(r.kept.groups, 32) * r.pieces), 256, 0, cuda_stream()>>>(r);
@@ -346,8 +343,7 @@ template <int RULE> static eng_status reduce(const op_call *call)
     else launch<doubles<RULE>>(again, false);
     scratch_give(part, bytes);
   }
-  CUDA_LAUNCHED(eng_op_name(call->op));
-  return ENG_OK;
+  return cuda_launched(eng_op_name(call->op));
 }
 
 extern "C" eng_status cuda_sum(const op_call *call)  { return reduce<SUM>(call); }
@@ -360,17 +356,18 @@ extern "C" eng_status cuda_min(const op_call *call)  { return reduce<MIN>(call);
 // Whether a equals b. NaN equals NaN here.
 __device__ static inline bool equals(double a, double b) { return a == b || (a != a && b != b); }
 
-struct count_body {   // the walk holds x, y, counts
-  __device__ void operator()(const walk<3> &w, const int64_t (&at)[3]) const
+// In both bodies the walk holds dx, x, y, dy and counts.
+struct count_body {
+  __device__ void operator()(const walk<5> &w, const int64_t (&at)[5]) const
   {
-    if (equals(element_double(w.data[0], w.dtype[0], at[0]),
-               element_double(w.data[1], w.dtype[1], at[1])))
+    if (equals(element_double(w.data[1], w.dtype[1], at[1]),
+               element_double(w.data[2], w.dtype[2], at[2])))
       // integers: any order gives the same result
-      atomicAdd((unsigned long long *)w.data[2] + at[2], 1ull);
+      atomicAdd((unsigned long long *)w.data[4] + at[4], 1ull);
   }
 };
 
-struct share_body {   // the walk holds dx, x, y, dy, counts
+struct share_body {
   __device__ void operator()(const walk<5> &w, const int64_t (&at)[5]) const
   {
     bool equal = equals(element_double(w.data[1], w.dtype[1], at[1]),
@@ -405,18 +402,9 @@ extern "C" eng_status cuda_extreme_grad(const op_call *call)
   cudaError_t result = cudaMemsetAsync(count, 0, (size_t)(counts * 8), cuda_stream());
   walk<5> w = walk_of<5>(shape_of(x), stride, {dx->data, x->data, y->data, dy->data, count},
                          {dx->dtype, x->dtype, y->dtype, dy->dtype, ENG_i64});
-  int64_t found[3][ENG_MAX_DIMS] = {};
-  for (int d = 0; d < x->ndim; d++) {
-    found[0][d] = stride[1][d];
-    found[1][d] = stride[2][d];
-    found[2][d] = stride[4][d];
-  }
-  each_of(walk_of<3>(shape_of(x), found, {x->data, y->data, count},
-                     {x->dtype, y->dtype, ENG_i64}),
-          count_body{});
+  each_of(w, count_body{});
   each_of(w, share_body{});
   scratch_give(count, counts * 8);
-  if (result != cudaSuccess) return cuda_status(result, "extreme_grad");
-  CUDA_LAUNCHED("extreme_grad");
-  return ENG_OK;
+  ENG_TRY(cuda_status(result, "extreme_grad"));
+  return cuda_launched("extreme_grad");
 }

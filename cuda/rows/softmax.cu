@@ -285,16 +285,15 @@ static eng_status along_rows(const op_call *call)
 {
   const tensor *x = call->in[0], *dy = call->n_in > 1 ? call->in[1] : NULL, *y = call->out[0];
   rows_call c = {
-    x->data,  dy ? dy->data : NULL, y->data,  rows_of(x), x->ndim ? x->shape[x->ndim - 1] : 1,
-    x->dtype, dy ? dy->dtype : 0,   y->dtype, call->op};
+    x->data,  data_of(dy),  y->data,  rows_of(x), x->ndim ? x->shape[x->ndim - 1] : 1,
+    x->dtype, dtype_of(dy), y->dtype, call->op};
   FAIL_IF(c.rows >= 1ll << 31, ENG_ERR_SHAPE,
           "%s: expected fewer than 2^31 rows, got %s", eng_op_name(call->op), tensor_text(x));
   bool aligned = ((uintptr_t)c.x | (uintptr_t)c.dy | (uintptr_t)c.y) % 16 == 0;
   if (!all_fast(call)) launch<double_lanes>(c);
   else if (aligned && c.n % 4 == 0) launch<float_lanes<4>>(c);
   else launch<float_lanes<1>>(c);
-  CUDA_LAUNCHED(eng_op_name(call->op));
-  return ENG_OK;
+  return cuda_launched(eng_op_name(call->op));
 }
 
 extern "C" eng_status cuda_softmax(const op_call *call)          { return along_rows(call); }

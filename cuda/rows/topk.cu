@@ -135,8 +135,7 @@ static eng_status find_extreme(const op_call *call, bool least)
     while (c.inner == 1 && c.lanes < 32 && 2 * c.lanes < c.size) c.lanes *= 2;
     lanes_kernel<<<(unsigned)((c.results * c.lanes + 255) / 256), 256, 0, cuda_stream()>>>(c);
   }
-  CUDA_LAUNCHED(eng_op_name(call->op));
-  return ENG_OK;
+  return cuda_launched(eng_op_name(call->op));
 }
 
 extern "C" eng_status cuda_argmax(const op_call *call) { return find_extreme(call, false); }
@@ -250,21 +249,13 @@ static eng_status sort_rows(const top_call &c)
 extern "C" eng_status cuda_topk(const op_call *call)
 {
   const tensor *x = call->in[0], *values = call->out[0], *places = call->out[1];
-  top_call c = {x->data,
-                values ? values->data : NULL,
-                places ? places->data : NULL,
-                x->shape[x->ndim - 1],
-                call->topk.k,
-                rows_of(x),
-                x->dtype,
-                values ? values->dtype : 0,
-                places ? places->dtype : 0};
+  top_call c = {x->data, data_of(values), data_of(places), x->shape[x->ndim - 1], call->topk.k,
+                rows_of(x), x->dtype, dtype_of(values), dtype_of(places)};
   bool narrow_order = is_fast(x->dtype) && c.n < 1ll << 32;
   if (c.n <= 128) warp_row_kernel<4><<<(unsigned)((c.rows + 3) / 4), 128, 0, cuda_stream()>>>(c);
   else if (c.n <= WARP_ROW)
     warp_row_kernel<32><<<(unsigned)((c.rows + 3) / 4), 128, 0, cuda_stream()>>>(c);
   else if (narrow_order && c.rows <= SORTED_ROWS && c.k > SORTED_K) ENG_TRY(sort_rows(c));
   else block_row_kernel<<<(unsigned)c.rows, BLOCK, 0, cuda_stream()>>>(c);
-  CUDA_LAUNCHED("topk");
-  return ENG_OK;
+  return cuda_launched("topk");
 }
