@@ -226,12 +226,7 @@ __global__ void __launch_bounds__(THREADS) sum_rows(const __grid_constant__ chan
 /// A small tensor, which kernels read and write element by element in any float format.
 struct vector { void *data; int32_t dtype; };
 
-vector vector_of(const tensor *x)
-{
-  vector v = {NULL, ENG_f32};
-  if (x) v = {x->data, x->dtype};
-  return v;
-}
+vector vector_of(const tensor *x) { return {data_of(x), dtype_of(x)}; }
 
 __device__ inline double number_at(const vector &x, int64_t i, double absent)
 { return x.data ? element_double(x.data, x.dtype, i) : absent; }
@@ -418,9 +413,9 @@ eng_status describe(channel_norm *s, const op_call *call, const tensor *dy, bool
   *s = {};
   s->x = x->data;
   s->x_dtype = x->dtype;
-  s->dy = dy ? dy->data : NULL;
-  s->dy_dtype = dy ? dy->dtype : 0;
-  s->out = out ? out->data : NULL;
+  s->dy = data_of(dy);
+  s->dy_dtype = dtype_of(dy);
+  s->out = data_of(out);
   s->out_dtype = out ? out->dtype : x->dtype;
   s->channels = x->shape[x->ndim - 1];
   s->samples = batch ? 1 : x->shape[0];
@@ -478,8 +473,7 @@ eng_status norm(const op_call *call, bool batch)
   if (groups) find_factors<<<groups, THREADS, 0, cuda_stream()>>>(s, t);
   if (s.out) launch<false>(s, APPLY);
   give(s);
-  CUDA_LAUNCHED(eng_op_name(call->op));
-  return ENG_OK;
+  return cuda_launched(eng_op_name(call->op));
 }
 
 eng_status norm_grad(const op_call *call, bool batch)
@@ -503,8 +497,7 @@ eng_status norm_grad(const op_call *call, bool batch)
                                                          vector_of(call->out[2]));
   if (s.out) launch<true>(s, APPLY);
   give(s);
-  CUDA_LAUNCHED(eng_op_name(call->op));
-  return ENG_OK;
+  return cuda_launched(eng_op_name(call->op));
 }
 
 }  // namespace

@@ -163,7 +163,7 @@ static eng_status multiply(const conv_gather *g, const tensor *w, const tensor *
             .batch = {m.batch}},
       .c = {.data = (char *)out->data + t.first * row * eng_dtype_size(out->dtype),
             .dtype = out->dtype, .row = row, .column = 1, .batch = {m.width}},
-      .bias = bias ? bias->data : NULL, .bias_dtype = bias ? bias->dtype : 0};
+      .bias = data_of(bias), .bias_dtype = dtype_of(bias)};
     ENG_TRY(for_groups(&p, g->groups));
   }
   return t.direct ? ENG_OK : conv_repair(out, g, &m, bias);

@@ -153,8 +153,7 @@ extern "C" eng_status conv_collect(void *to, const conv_gather *g, int64_t first
                 unit == 4  ? collect<uint32_t> :
                              collect<uint16_t>;
   kernel<<<blocks_of(c.total), THREADS, 0, cuda_stream()>>>(c);
-  CUDA_LAUNCHED("conv2d");
-  return ENG_OK;
+  return cuda_launched("conv2d");
 }
 
 extern "C" eng_status conv_repair(const tensor *out, const conv_gather *g, const conv_weights *w,
@@ -166,12 +165,10 @@ extern "C" eng_status conv_repair(const tensor *out, const conv_gather *g, const
   find_nonfinite<<<blocks_of(w->count), THREADS, 0, cuda_stream()>>>(w->data, w->dtype, w->count,
                                                                      found);
   repair<<<blocks_of(out->count), THREADS, 0, cuda_stream()>>>(
-    out->data, out->dtype, out->count, *g, *w, bias ? bias->data : NULL, bias ? bias->dtype : 0,
-    found);
+    out->data, out->dtype, out->count, *g, *w, data_of(bias), dtype_of(bias), found);
   scratch_give(found, sizeof *found);
   CUDA_TRY(result);
-  CUDA_LAUNCHED("conv2d");
-  return ENG_OK;
+  return cuda_launched("conv2d");
 }
 
 extern "C" eng_status conv_finish_weights(const tensor *dw, const void *sum, int dtype,
@@ -185,6 +182,5 @@ extern "C" eng_status conv_finish_weights(const tensor *dw, const void *sum, int
   else
     finish_weights<float><<<blocks, THREADS, 0, cuda_stream()>>>(
       dw->data, dw->dtype, dw->count, (const float *)sum, *g, dy->data, dy->dtype, outputs, add);
-  CUDA_LAUNCHED("conv2d_grad_w");
-  return ENG_OK;
+  return cuda_launched("conv2d_grad_w");
 }

@@ -126,7 +126,7 @@ template <class L> static void launch(pooling p, const tensor *over, bool max, b
   p.vectors = divider_of(over->shape[3] / L::V);
   p.columns = divider_of(over->shape[2]);
   p.rows = divider_of(over->shape[1]);
-  const unsigned blocks = (unsigned)((p.threads + WALK_THREADS - 1) / WALK_THREADS);
+  const unsigned blocks = (unsigned)parts(p.threads, WALK_THREADS);
   auto kernel = back ? (max ? pool_grad_kernel<L, true> : pool_grad_kernel<L, false>) :
                        (max ? pool_kernel<L, true> : pool_kernel<L, false>);
   kernel<<<blocks, WALK_THREADS, 0, cuda_stream()>>>(p);
@@ -140,7 +140,7 @@ static eng_status pool(const op_call *call, bool max, bool back)
   pooling p = {};
   p.large = large->data;
   p.small = small->data;
-  p.cell = cell ? (int32_t *)cell->data : NULL;
+  p.cell = (int32_t *)data_of(cell);
   p.large_dtype = large->dtype;
   p.small_dtype = small->dtype;
   p.counted = !max && call->avg_pool2d.counted;
@@ -156,8 +156,7 @@ static eng_status pool(const op_call *call, bool max, bool back)
   if (vectors) launch<float_lanes<4>>(p, over, max, back);
   else if (fast) launch<float_lanes<1>>(p, over, max, back);
   else launch<double_lanes>(p, over, max, back);
-  CUDA_LAUNCHED(eng_op_name(call->op));
-  return ENG_OK;
+  return cuda_launched(eng_op_name(call->op));
 }
 
 extern "C" eng_status cuda_max_pool2d(const op_call *call)      { return pool(call, true, false); }
