@@ -158,15 +158,12 @@ extern "C" eng_status fp8_plain(const op_call *call)
     p.bias_dtype = bias->dtype;
     p.bias_stride = bias->stride[0];
   }
-  const int64_t tiles = parts(p.m, SIDE) * parts(p.n, SIDE),
-                most = 16LL * cuda_multiprocessors();
-  const unsigned grid = (unsigned)(tiles < most ? tiles : most);
+  const unsigned grid = capped_grid(parts(p.m, SIDE) * parts(p.n, SIDE), 16);
   const int64_t model = call->fp8_matmul.accumulator;
   auto kernel = model == ENG_ACCUMULATE_FP32   ? multiply<ENG_ACCUMULATE_FP32> :
                 model == ENG_ACCUMULATE_EXACT  ? multiply<ENG_ACCUMULATE_EXACT> :
                 model == ENG_ACCUMULATE_HOPPER ? multiply<ENG_ACCUMULATE_HOPPER> :
                                                  multiply<ENG_ACCUMULATE_E4M3>;
   kernel<<<grid, dim3(SIDE, SIDE), 0, cuda_stream()>>>(p);
-  CUDA_LAUNCHED("fp8_matmul");
-  return ENG_OK;
+  return cuda_launched("fp8_matmul");
 }

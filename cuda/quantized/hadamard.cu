@@ -186,11 +186,9 @@ extern "C" eng_status cuda_hadamard(const op_call *call)
     if (p.signs > 0) philox_of(word, p.seed, (uint64_t)p.signs);
     for (int k = 0; k < GROUP; k++) p.negative |= (uint32_t)(mx_sign(p.signs, word, k) < 0) << k;
   }
-  const unsigned n = (unsigned)groups;
-  const cudaStream_t stream = cuda_stream();
-  if (groups > 0 && !fast) rotate<<<n, THREADS, 0, stream>>>(p);
-  else if (groups > 0 && p.dtype == ENG_bf16) rotate_columns<bf16_t><<<n, THREADS, 0, stream>>>(p);
-  else if (groups > 0) rotate_columns<float><<<n, THREADS, 0, stream>>>(p);
-  CUDA_LAUNCHED("hadamard");
-  return ENG_OK;
+  auto kernel = !fast                ? rotate :
+                p.dtype == ENG_bf16 ? rotate_columns<bf16_t> :
+                                      rotate_columns<float>;
+  if (groups > 0) kernel<<<(unsigned)groups, THREADS, 0, cuda_stream()>>>(p);
+  return cuda_launched("hadamard");
 }

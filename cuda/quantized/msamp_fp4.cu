@@ -118,6 +118,5 @@ extern "C" eng_status cuda_msamp_fp4(const op_call *call)
   CUDA_TRY(cudaMemsetAsync(p.top, 0, sizeof *p.top, cuda_stream()));
   if (rows > 0) quantize_row<<<(unsigned)rows, THREADS, 0, cuda_stream()>>>(p);
   finish<<<1, 1, 0, cuda_stream()>>>(p.top);
-  CUDA_LAUNCHED("msamp_fp4");
-  return ENG_OK;
+  return cuda_launched("msamp_fp4");
 }

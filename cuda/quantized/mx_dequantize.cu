@@ -107,15 +107,13 @@ multiply(const operand a, const operand b, int64_t K, double factor, void *y, in
   }
 }
 
-const float *floats_of(const tensor *x) { return x ? (const float *)x->data : NULL; }
-
 operand operand_of(const op_call *call, int side, int64_t K)
 {
   const tensor *q = call->in[2 * side], *scale = call->in[2 * side + 1];
   operand x = {};
   x.q = (const uint8_t *)q->data;
   x.scale = (const uint8_t *)scale->data;
-  x.amax = floats_of(call->in[4 + side]);
+  x.amax = (const float *)data_of(call->in[4 + side]);
   x.rows = q->shape[0];
   x.across = scale->shape[1];
   x.block = x.across ? K / x.across : 1;
@@ -134,7 +132,7 @@ extern "C" eng_status cuda_mx_dequantize(const op_call *call)
   unscaling p = {};
   p.q = (const uint8_t *)call->in[0]->data;
   p.scale = (const uint8_t *)call->in[1]->data;
-  p.amax = floats_of(call->in[2]);
+  p.amax = (const float *)data_of(call->in[2]);
   p.y = y->data;
   p.columns = y->shape[y->ndim - 1];
   p.rows = y->count / p.columns;
@@ -146,19 +144,16 @@ extern "C" eng_status cuda_mx_dequantize(const op_call *call)
   with_format(y->dtype, [&](auto t) {
     multiply_codes<decltype(t)><<<blocks, THREADS, 0, cuda_stream()>>>(p);
   });
-  CUDA_LAUNCHED("mx_dequantize");
-  return ENG_OK;
+  return cuda_launched("mx_dequantize");
 }
 
 extern "C" eng_status mx_plain(const op_call *call)
 {
   const int64_t K = call->in[0]->shape[1] * (mx_packed(call->mx_matmul.format_a) ? 2 : 1);
   const operand a = operand_of(call, 0, K), b = operand_of(call, 1, K);
-  const int64_t tiles = parts(a.rows, TILE) * parts(b.rows, TILE),
-                most = 16LL * cuda_multiprocessors();
+  const unsigned grid = capped_grid(parts(a.rows, TILE) * parts(b.rows, TILE), 16);
   const tensor *y = call->out[0];
-  multiply<<<(unsigned)(tiles < most ? tiles : most), dim3(TILE, TILE), 0, cuda_stream()>>>(
+  multiply<<<grid, dim3(TILE, TILE), 0, cuda_stream()>>>(
     a, b, K, call->mx_matmul.factor, y->data, y->dtype, call->mx_matmul.add != 0);
-  CUDA_LAUNCHED("mx_matmul");
-  return ENG_OK;
+  return cuda_launched("mx_matmul");
 }

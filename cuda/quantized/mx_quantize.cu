@@ -306,8 +306,7 @@ template <int FORMAT> eng_status launch(const mx_job *p, unsigned tiles, int byt
   auto kernel = p->sr_bits ? quantize_tile<FORMAT, true> : quantize_tile<FORMAT, false>;
   CUDA_TRY(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
   kernel<<<tiles, THREADS, bytes, cuda_stream()>>>(*p);
-  CUDA_LAUNCHED("mx_quantize");
-  return ENG_OK;
+  return cuda_launched("mx_quantize");
 }
 
 /// Computes the results of a job, one for each side. A tile must hold whole blocks of every side.
@@ -382,13 +381,6 @@ template <typename T, int OUT> void launch_registers(const mx_job *p, unsigned t
   kernel<<<tiles, TILE_THREADS, 0, cuda_stream()>>>(*p);
 }
 
-template <typename T> void launch_registers(const mx_job *p, unsigned tiles, bool packed)
-{
-  if (p->values) launch_registers<T, VALUES>(p, tiles);
-  else if (packed) launch_registers<T, PAIRS>(p, tiles);
-  else launch_registers<T, BYTES>(p, tiles);
-}
-
 eng_status run_registers(mx_job *p, const op_call *call)
 {
   const auto &a = call->mx_quantize;
@@ -399,21 +391,25 @@ eng_status run_registers(mx_job *p, const op_call *call)
   p->square = a.block_rows > 1;
   p->lanes = (int)a.block_columns / EIGHT;
   p->by_across = divider_of(across);
-  if (p->dtype == ENG_f32) launch_registers<float>(p, (unsigned)tiles, mx_packed(a.format));
-  else launch_registers<bf16_t>(p, (unsigned)tiles, mx_packed(a.format));
-  CUDA_LAUNCHED("mx_quantize");
-  return ENG_OK;
+  auto launch = [&](auto t) {
+    typedef decltype(t) T;
+    if (p->values) launch_registers<T, VALUES>(p, (unsigned)tiles);
+    else if (mx_packed(a.format)) launch_registers<T, PAIRS>(p, (unsigned)tiles);
+    else launch_registers<T, BYTES>(p, (unsigned)tiles);
+  };
+  if (p->dtype == ENG_f32) launch(float{});
+  else launch(bf16_t{});
+  return cuda_launched("mx_quantize");
 }
 
 eng_status survey_x(const tensor *x, survey *seen)
 {
-  const int64_t most = 8LL * cuda_multiprocessors(), needed = parts(x->count, THREADS * EIGHT);
-  if (needed == 0) return ENG_OK;
+  const unsigned blocks = capped_grid(parts(x->count, THREADS * EIGHT), 8);
+  if (blocks == 0) return ENG_OK;
   return with_format(x->dtype, [&](auto t) {
-    survey_all<<<(unsigned)(needed < most ? needed : most), THREADS, 0, cuda_stream()>>>(
+    survey_all<<<blocks, THREADS, 0, cuda_stream()>>>(
       (const decltype(t) *)x->data, x->count, is_aligned(x->data), seen);
-    CUDA_LAUNCHED("mx_quantize");
-    return ENG_OK;
+    return cuda_launched("mx_quantize");
   });
 }
 
@@ -421,11 +417,10 @@ eng_status survey_x(const tensor *x, survey *seen)
 eng_status finish_x(const op_call *call, const survey *seen, bool finite)
 {
   finish<<<1, 1, 0, cuda_stream()>>>(
-    seen, call->in[1] ? (const float *)call->in[1]->data : nullptr, finite,
-    (float *)call->out[2]->data, call->out[3] ? (float *)call->out[6]->data : nullptr,
+    seen, (const float *)data_of(call->in[1]), finite, (float *)call->out[2]->data,
+    call->out[3] ? (float *)call->out[6]->data : nullptr,
     (int64_t *)call->out[5]->data);
-  CUDA_LAUNCHED("mx_quantize");
-  return ENG_OK;
+  return cuda_launched("mx_quantize");
 }
 
 eng_status quantize(const op_call *call, mx_job p, survey *seen)
@@ -478,7 +473,7 @@ extern "C" eng_status cuda_mx_quantize(const op_call *call)
   p.finite = (a.flags & MX_FINITE) != 0;
   p.values = (a.flags & MX_VALUES) != 0;
   p.seed = rng_seed();
-  p.average = call->in[2] ? (const float *)call->in[2]->data : NULL;
+  p.average = (const float *)data_of(call->in[2]);
   p.factor = a.factor != 0 ? (float)a.factor : 1.0f;
   survey *seen = (survey *)scratch_take(sizeof *seen);
   if (!seen) return ENG_ERR_MEMORY;

@@ -134,27 +134,25 @@ multiply_codes(const unscaling p, const __grid_constant__ four_bits four,
 
 extern "C" eng_status cuda_nf4_quantize(const op_call *call)
 {
-  const tensor *x = call->in[0], *given = call->in[1];
+  const tensor *x = call->in[0];
   float *absmax = (float *)call->out[1]->data;
   const int64_t n = call->out[1]->count;
-  if (n > 0) {
+  const bool nested = call->nf4_quantize.nested;
+  float *offset = nested ? (float *)call->out[4]->data : NULL;
+  if (n > 0)
     quantize_blocks<<<(unsigned)parts(n, WARPS), THREADS, 0, cuda_stream()>>>(
       x->data, x->dtype, x->count, call->nf4_quantize.block, four_bits_of(),
       (uint8_t *)call->out[0]->data, absmax);
-    CUDA_LAUNCHED("nf4_quantize");
+  if (nested)
+    find_offset<<<1, THREADS, 0, cuda_stream()>>>(
+      absmax, n, (const float *)data_of(call->in[1]), offset);
+  if (nested && n > 0) {
+    eight_bits t;
+    nf4_map(t.map);
+    quantize_absmaxes<<<(unsigned)parts(n, NF4_GROUP), NF4_GROUP, 0, cuda_stream()>>>(
+      absmax, n, offset, t, (uint8_t *)call->out[2]->data, (float *)call->out[3]->data);
   }
-  if (!call->nf4_quantize.nested) return ENG_OK;
-  float *offset = (float *)call->out[4]->data;
-  find_offset<<<1, THREADS, 0, cuda_stream()>>>(
-    absmax, n, given ? (const float *)given->data : NULL, offset);
-  CUDA_LAUNCHED("nf4_quantize");
-  if (n == 0) return ENG_OK;
-  eight_bits t;
-  nf4_map(t.map);
-  quantize_absmaxes<<<(unsigned)parts(n, NF4_GROUP), NF4_GROUP, 0, cuda_stream()>>>(
-    absmax, n, offset, t, (uint8_t *)call->out[2]->data, (float *)call->out[3]->data);
-  CUDA_LAUNCHED("nf4_quantize");
-  return ENG_OK;
+  return cuda_launched("nf4_quantize");
 }
 
 extern "C" eng_status cuda_nf4_dequantize(const op_call *call)
@@ -178,6 +176,5 @@ extern "C" eng_status cuda_nf4_dequantize(const op_call *call)
   with_format(y->dtype, [&](auto t) {
     multiply_codes<decltype(t)><<<blocks, THREADS, 0, cuda_stream()>>>(p, four, eight);
   });
-  CUDA_LAUNCHED("nf4_dequantize");
-  return ENG_OK;
+  return cuda_launched("nf4_dequantize");
 }

@@ -206,7 +206,7 @@ static side side_of(const op_call *call, bool turned, int64_t rows, int64_t colu
   tensor *q = call->out[turned ? 3 : 0], *scale = call->out[turned ? 4 : 1];
   side s = {};
   s.q = q && scale ? q->data : NULL;
-  s.scale = scale ? (float *)scale->data : NULL;
+  s.scale = (float *)data_of(scale);
   s.row_block = at.row_block;
   s.column_block = at.inner_block;
   s.down = at.row_count;
@@ -231,29 +231,25 @@ static eng_status find_scales(const T *x, const job *p, const side *s, const sid
                 pieces = parts(p->rows, strip * (THREADS / 32)) * across;
   if (blocks == 0) return ENG_OK;
   CUDA_TRY(cudaMemsetAsync(s->maxima, 0, (size_t)blocks * sizeof *s->maxima, cuda_stream()));
-  if (pieces > 0 && !p->rule.given) {
+  if (pieces > 0 && !p->rule.given)
     block_maxima<T><<<(unsigned)pieces, THREADS, 0, cuda_stream()>>>(
       x, p->rows, p->columns, (int)strip, p->wide, s->row_block, s->column_block, s->across,
       p->rule.rule == ENG_SCALE_TORCHAO, s->maxima);
-    CUDA_LAUNCHED("quantize");
-  }
-  if (p->tiles) return ENG_OK;
-  make_scales<<<(unsigned)parts(blocks, THREADS), THREADS, 0, cuda_stream()>>>(*s, *other, both,
-                                                                              p->rule);
-  CUDA_LAUNCHED("quantize");
-  return ENG_OK;
+  if (!p->tiles)
+    make_scales<<<(unsigned)parts(blocks, THREADS), THREADS, 0, cuda_stream()>>>(*s, *other, both,
+                                                                                p->rule);
+  return cuda_launched("quantize");
 }
 
 template <typename T, int E, bool SWIGLU> static eng_status launch_tiles(const T *x, const job *p)
 {
-  const int64_t tiles = parts(p->rows, TILE) * parts(p->columns, TILE),
-                room = (int64_t)tiles_resident<T, SWIGLU>() * cuda_multiprocessors();
+  const int64_t tiles = parts(p->rows, TILE) * parts(p->columns, TILE);
+  const unsigned blocks = capped_grid(tiles, tiles_resident<T, SWIGLU>());
   const int bytes = tile_bytes<T, SWIGLU>();
   auto kernel =
     p->rule.divides ? quantize_tiles<T, E, true, SWIGLU> : quantize_tiles<T, E, false, SWIGLU>;
   CUDA_TRY(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-  kernel<<<(unsigned)(tiles < room ? tiles : room), TILE_THREADS, bytes, cuda_stream()>>>(
-    x, (unsigned)tiles, *p);
+  kernel<<<blocks, TILE_THREADS, bytes, cuda_stream()>>>(x, (unsigned)tiles, *p);
   return ENG_OK;
 }
 
@@ -275,8 +271,7 @@ template <typename T, int E> static eng_status write_codes(const T *x, const job
       whole_amax<T>
         <<<(unsigned)(4 * cuda_multiprocessors()), THREADS, 0, stream>>>(x, count, p->amax);
   }
-  CUDA_LAUNCHED("quantize");
-  return ENG_OK;
+  return cuda_launched("quantize");
 }
 
 template <typename T> static eng_status quantize(const op_call *call, const job *p)
@@ -301,8 +296,8 @@ static job job_of(const op_call *call)
   p.turned = side_of(call, true, p.rows, p.columns);
   p.same = call->quantize.block_rows == call->quantize.block_columns;
   p.seed = rng_seed();
-  p.amax = call->out[2] ? (uint32_t *)call->out[2]->data : NULL;
-  p.rule.given = call->in[1] ? (const float *)call->in[1]->data : NULL;
+  p.amax = (uint32_t *)data_of(call->out[2]);
+  p.rule.given = (const float *)data_of(call->in[1]);
   p.rule.largest = fp8_largest(call->quantize.format);
   p.rule.rule = (int)call->quantize.rule;
   p.rule.power_of_two = (call->quantize.flags & QUANTIZE_POW2) != 0;
@@ -464,6 +459,5 @@ extern "C" eng_status cuda_dequantize(const op_call *call)
   with_format(y->dtype, [&](auto t) {
     multiply_codes<decltype(t)><<<blocks, THREADS, 0, cuda_stream()>>>(p);
   });
-  CUDA_LAUNCHED("dequantize");
-  return ENG_OK;
+  return cuda_launched("dequantize");
 }

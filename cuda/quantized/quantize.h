@@ -68,10 +68,7 @@ struct job {
 
 __device__ static inline fp8_scale scale_of(const scaling_rule &r, float amax)
 {
-  if (r.given) {
-    fp8_scale s = {*r.given, 1.0f / *r.given};
-    return s;
-  }
+  if (r.given) return {*r.given, 1.0f / *r.given};
   return fp8_scale_of(amax, r.largest, r.rule, r.power_of_two, r.eps, r.margin, r.limit);
 }
 
