@@ -39,24 +39,24 @@ static eng_status input_view(attention_view *view, scratch *all, const tensor *x
   const int64_t *size = x->shape, *stride = x->stride, each = eng_dtype_size(dtype);
   bool fits = x->dtype == dtype && size[3] == padded && (stride[3] == 1 || size[3] == 1);
   if (aligned) {
-    fits = fits && ((uintptr_t)x->data & 15) == 0;
+    fits = fits && is_aligned(x->data);
     for (int d = 0; d < 3; d++)
       fits = fits && (size[d] == 1 || (stride[d] > 0 && stride[d] * each % 16 == 0));
   }
   if (fits) {
-    *view = (attention_view){x->data, stride[0], stride[1], stride[2]};
+    *view = {x->data, stride[0], stride[1], stride[2]};
     return ENG_OK;
   }
   void *copy = scratch_keep(all, size[0] * size[1] * size[2] * padded * each);
   if (!copy) return ENG_ERR_MEMORY;
-  *view = (attention_view){copy, size[1] * size[2] * padded, size[2] * padded, padded};
+  *view = {copy, size[1] * size[2] * padded, size[2] * padded, padded};
   return lay(copy, dtype, x, padded);
 }
 
 static attention_view output_view(const tensor *x)
 {
-  attention_view none = {NULL, 0, 0, 0};
-  return x ? (attention_view){x->data, x->stride[0], x->stride[1], x->stride[2]} : none;
+  if (!x) return {};
+  return {x->data, x->stride[0], x->stride[1], x->stride[2]};
 }
 
 /// Fills *p with the sizes of a call. Sets `dtype` to the format of the computation: f16 or bf16 if
@@ -70,7 +70,7 @@ static eng_status problem_of(attention_problem *p, int *dtype, int64_t *padded, 
             q->shape[0] * q->shape[2] > INT32_MAX, ENG_ERR_SHAPE,
             "%s: expected sizes and batch * heads below 2^31, got q %s and k %s",
             eng_op_name(call->op), tensor_text(q), tensor_text(k));
-  *p = (attention_problem){};
+  *p = {};
   p->batch = (int32_t)q->shape[0];
   p->queries = (int32_t)q->shape[1];
   p->heads = (int32_t)q->shape[2];
@@ -113,8 +113,8 @@ static eng_status forward(attention_problem *p, scratch *all, const op_call *cal
   ENG_TRY(views_of(p, all, call, dtype, padded));
   p->y = output_view(call->out[0]);
   p->y_dtype = call->out[0]->dtype;
-  p->lse = call->out[1] ? call->out[1]->data : NULL;
-  p->entropy = call->attention.entropy && call->out[2] ? call->out[2]->data : NULL;
+  p->lse = data_of(call->out[1]);
+  p->entropy = call->attention.entropy ? data_of(call->out[2]) : NULL;
   p->lse_dtype = call->in[0]->dtype == ENG_f64 ? ENG_f64 : ENG_f32;
   p->width = (int32_t)padded;
   if (!dtype_is_low(dtype)) return attention_plain_forward(p, dtype);
@@ -145,9 +145,9 @@ static eng_status backward(attention_problem *p, scratch *all, const op_call *ca
   p->dq = output_view(call->out[0]);
   p->dk = output_view(call->out[1]);
   p->dv = output_view(call->out[2]);
-  p->dq_dtype = call->out[0] ? call->out[0]->dtype : 0;
-  p->dk_dtype = call->out[1] ? call->out[1]->dtype : 0;
-  p->dv_dtype = call->out[2] ? call->out[2]->dtype : 0;
+  p->dq_dtype = dtype_of(call->out[0]);
+  p->dk_dtype = dtype_of(call->out[1]);
+  p->dv_dtype = dtype_of(call->out[2]);
   p->width = (int32_t)padded;
   return tiles ? attention_backward(p, dtype, width) : attention_plain_backward(p, dtype);
 }

@@ -21,6 +21,8 @@
 #include "kernel/element.h"
 #include "kernel/mma.h"
 
+#include <type_traits>
+
 /// A tensor [B x time x heads x width]. The elements of a row (along the width) are adjacent.
 /// `batch`, `time` and `head` are the other three strides, in elements.
 typedef struct attention_view {
@@ -73,9 +75,6 @@ static inline eng_status check_blocks(int64_t n, const char *operation)
                    operation, (long long)n);
 }
 
-#ifdef __CUDACC__
-#include <type_traits>
-
 /// Returns f(c), where c is the first of the constants C, REST.. that is at least n.
 template <int C, int... REST, class F> static eng_status with_size(int64_t n, const F &f)
 {
@@ -84,18 +83,18 @@ template <int C, int... REST, class F> static eng_status with_size(int64_t n, co
   return f(std::integral_constant<int, C>{});
 }
 
-/// Launches `blocks` blocks of a kernel with `bytes` bytes of dynamic shared memory each. Errors:
-/// SHAPE if there are too many blocks.
+/// Launches `blocks` blocks, if any, of a kernel with `bytes` bytes of dynamic shared memory each.
+/// Errors: SHAPE if there are too many blocks.
 template <class Kernel, class... Arguments>
 static eng_status launch_kernel(const char *operation, Kernel *kernel, int64_t blocks, int threads,
                                 int bytes, const Arguments &...arguments)
 {
+  if (blocks == 0) return ENG_OK;
   ENG_TRY(check_blocks(blocks, operation));
   if (bytes > 0)
     CUDA_TRY(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
   kernel<<<(unsigned)blocks, threads, bytes, cuda_stream()>>>(arguments...);
-  CUDA_LAUNCHED(operation);
-  return ENG_OK;
+  return cuda_launched(operation);
 }
 
 /// Returns the number n of keys that query t sees. They are keys 0 to n - 1.
@@ -143,10 +142,6 @@ template <class A> __device__ static inline A warp_max(A x)
   }
   return x;
 }
-template <class A> __device__ static inline A infinity() { return (A)__int_as_float(0x7F800000); }
-template <class A>
-__device__ static inline A not_a_number()
-{ return (A)__int_as_float(0x7FC00000); }
 
 /// Returns the dot product of a and b over the width. `a` is the same in every lane; each lane has
 /// its own `b`.
@@ -171,7 +166,7 @@ __device__ __noinline__ void forward_row(const attention_problem &p, int b, int 
 {
   int lane = threadIdx.x & 31, group = h / p.shared, n = keys_seen(p, t);
   const T *q = row_of<T>(p.q, b, t, h);
-  A factor = (A)p.factor, inf = infinity<A>();
+  A factor = (A)p.factor, inf = (A)INFINITY;
   for (int d0 = 0; d0 == 0 || d0 < columns; d0 += 32 * ROW_COLUMNS) {
     // weighted: sum of e * (score - top)
     A top = -inf, sum = 0, weighted = 0, y[ROW_COLUMNS] = {0};
@@ -203,22 +198,15 @@ __device__ __noinline__ void forward_row(const attention_problem &p, int b, int 
       int d = d0 + 32 * i + lane;
       if (d < columns)
         store_as(p.y.data, p.y_dtype, b * p.y.batch + t * p.y.time + h * p.y.head + d,
-                 n == 0 ? (A)0 :
-                 lost   ? not_a_number<A>() :
-                          y[i] / sum);
+                 n == 0 ? (A)0 : lost ? (A)NAN : y[i] / sum);
     }
     if (d0 == 0 && lane == 0) {
       int64_t line = line_of(p, b, h, t);
       if (p.lse)
-        store_as(p.lse, p.lse_dtype, line,
-                 n == 0 ? -inf :
-                 lost   ? not_a_number<A>() :
-                          top + log_of(sum));
+        store_as(p.lse, p.lse_dtype, line, n == 0 ? -inf : lost ? (A)NAN : top + log_of(sum));
       if (p.entropy)
         store_as(p.entropy, p.lse_dtype, line,
-                 n == 0 ? (A)0 :
-                 lost   ? not_a_number<A>() :
-                          log_of(sum) - weighted / sum);
+                 n == 0 ? (A)0 : lost ? (A)NAN : log_of(sum) - weighted / sum);
     }
   }
 }
@@ -324,4 +312,3 @@ __device__ __noinline__ void dkdv_row(const attention_problem &p, int b, int gro
     }
   }
 }
-#endif

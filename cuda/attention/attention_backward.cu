@@ -389,26 +389,21 @@ __global__ void __launch_bounds__(THREADS, 2)
 template <class T, int D>
 static eng_status launch(const attention_problem *p, backward_room *r, int dtype, int stored)
 {
-  int64_t delta_blocks = r->line / QUERIES * p->batch * p->heads;
-  ENG_TRY(check_blocks(delta_blocks, "attention_grad"));
+  const char *name = "attention_grad";
   ENG_TRY(schedule_backward(r, p, KEY_ROWS<D>, QUERY_ROWS, D));
-  const int k_blocks = r->keys.tiles * r->keys.heads,
-            q_blocks = r->queries.tiles * r->queries.heads;
   if (r->largest)
     CUDA_TRY(cudaMemsetAsync(r->largest, 0, (size_t)r->keys.heads * sizeof(uint32_t),
                              cuda_stream()));
-  if (delta_blocks > 0) {
-    attention_delta<T, D><<<(unsigned)delta_blocks, THREADS, 0, cuda_stream()>>>(*p, *r);
-    CUDA_LAUNCHED("attention_grad");
-  }
+  ENG_TRY(launch_kernel(name, attention_delta<T, D>, r->line / QUERIES * p->batch * p->heads,
+                        THREADS, 0, *p, *r));
   if (cuda_capability() == 90 && D % 64 == 0) return attention_hopper_backward(p, r, dtype, stored);
-  if (k_blocks > 0 && (p->dk.data || p->dv.data))
-    ENG_TRY(launch_kernel("attention_grad", attention_grad_keys<T, D>, k_blocks, THREADS,
+  if (p->dk.data || p->dv.data)
+    ENG_TRY(launch_kernel(name, attention_grad_keys<T, D>, r->keys.tiles * r->keys.heads, THREADS,
                           KEY_BYTES<D>, *p, *r, stored));
-  if (q_blocks > 0 && p->dq.data)
-    ENG_TRY(launch_kernel("attention_grad", attention_grad_queries<T, D>, q_blocks, THREADS,
-                          QUERY_BYTES<D>, *p, *r, stored));
-  return ENG_OK;
+  return p->dq.data ? launch_kernel(name, attention_grad_queries<T, D>,
+                                    r->queries.tiles * r->queries.heads, THREADS, QUERY_BYTES<D>,
+                                    *p, *r, stored) :
+                      ENG_OK;
 }
 
 eng_status attention_backward(const attention_problem *call, int dtype, int stored)

@@ -171,25 +171,15 @@ __global__ void __launch_bounds__(THREADS, 2)
         entropy += __shfl_xor_sync(0xFFFFFFFFu, entropy, 1);
         entropy += __shfl_xor_sync(0xFFFFFFFFu, entropy, 2);
       }
-      bool blind = keys_seen(p, row) == 0, lost = total == 0;   // lost: every score is -inf
+      bool blind = keys_seen(p, row) == 0;
       float inverse = 1.0f / total;
 #pragma unroll
       for (int d = 0; d < D / 8; d++) {
         y[m][d][2 * half] = blind ? 0.0f : y[m][d][2 * half] * inverse;
         y[m][d][2 * half + 1] = blind ? 0.0f : y[m][d][2 * half + 1] * inverse;
       }
-      if (t == 0 && row < p.queries) {
-        int64_t line = line_of(p, to.b, to.h, row);
-        float log_sum = logf(total) - RAISE<T> * LN_2;
-        if (p.lse)
-          ((float *)p.lse)[line] = blind ? -INFINITY :
-                                   lost  ? NAN :
-                                           fmaf(top[m][half], (float)p.factor, log_sum);
-        if (ENTROPY)
-          ((float *)p.entropy)[line] = blind ? 0.0f :
-                                       lost  ? NAN :
-                                               log_sum - LN_2 * (entropy / total);
-      }
+      if (t == 0 && row < p.queries)
+        store_statistics<T, ENTROPY>(p, to.b, to.h, row, blind, top[m][half], total, entropy);
     }
   __syncwarp();
   uint32_t bad = store_rows<T, D, MT>(y, own_rows, row_of<T>(p.y, to.b, 0, to.h), p.y.time, own,

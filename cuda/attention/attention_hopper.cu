@@ -132,25 +132,15 @@ __device__ static inline uint32_t finish_rows(const float (&y)[D / 2], const run
       entropy += __shfl_xor_sync(0xFFFFFFFFu, entropy, 1);
       entropy += __shfl_xor_sync(0xFFFFFFFFu, entropy, 2);
     }
-    bool blind = keys_seen(p, row) == 0, lost = total == 0;   // lost: every score is -inf
+    bool blind = keys_seen(p, row) == 0;
     float inverse = 1.0f / total;
 #pragma unroll
     for (int d = 0; d < D / 8; d++)
 #pragma unroll
       for (int c = 0; c < 2; c++)
         rows[0][d][2 * half + c] = blind ? 0.0f : y[4 * d + 2 * half + c] * inverse;
-    if (t == 0 && row < p.queries) {
-      const int64_t line = line_of(p, b, h, row);
-      const float log_sum = logf(total) - RAISE<T> * LN_2;
-      if (p.lse)
-        ((float *)p.lse)[line] = blind ? -INFINITY :
-                                 lost  ? NAN :
-                                         fmaf(r.top[half], (float)p.factor, log_sum);
-      if (ENTROPY)
-        ((float *)p.entropy)[line] = blind ? 0.0f :
-                                     lost  ? NAN :
-                                             log_sum - LN_2 * (entropy / total);
-    }
+    if (t == 0 && row < p.queries)
+      store_statistics<T, ENTROPY>(p, b, h, row, blind, r.top[half], total, entropy);
   }
   return store_rows<T, D, 1>(rows, tile, row_of<T>(p.y, b, 0, h), p.y.time, own, p.queries,
                             stored);
@@ -289,7 +279,6 @@ template <class T, int D> static eng_status forward(const attention_problem *p, 
   auto kernel = p->entropy ? hopper_rows<T, D, true> : hopper_rows<T, D, false>;
   schedule plan;
   ENG_TRY(schedule_of(&plan, p, GROUPS * ROWS, D));
-  if (plan.tiles * plan.heads == 0) return ENG_OK;
   forward_maps maps = {};
   ENG_TRY(map_rows(&maps.q, p->q, p->batch, p->queries, p->heads, D, ROWS));
   ENG_TRY(map_rows(&maps.k, p->k, p->batch, p->keys, p->groups, D, KEYS_OF<D>));

@@ -17,7 +17,7 @@
 eng_status map_rows(CUtensorMap *map, const attention_view &view, int batch, int time, int heads,
                     int width, int rows);
 
-#if HOPPER_BODY && defined(__CUDACC__)
+#if HOPPER_BODY
 /// The barriers of a block's N buffers, in 16 N bytes of shared memory. A phase of barrier full(i)
 /// ends when copies have filled buffer i. A phase of barrier empty(i) ends when all warps have read
 /// buffer i. The uses of a buffer are numbered from 0; use n is phase n of both barriers. GIVERS:

@@ -305,20 +305,19 @@ template <class T, int D>
 static eng_status launch(const attention_problem *p, backward_room *r, int stored)
 {
   ENG_TRY(schedule_backward(r, p, ROWS, ROWS, D));
-  const int k_blocks = r->keys.tiles * r->keys.heads,
-            q_blocks = r->queries.tiles * r->queries.heads;
   backward_maps maps = {};
   ENG_TRY(map_rows(&maps.q, p->q, p->batch, p->queries, p->heads, D, ROWS));
   ENG_TRY(map_rows(&maps.dy, p->dy, p->batch, p->queries, p->heads, D, ROWS));
   ENG_TRY(map_rows(&maps.k, p->k, p->batch, p->keys, p->groups, D, ROWS));
   ENG_TRY(map_rows(&maps.v, p->v, p->batch, p->keys, p->groups, D, ROWS));
-  if (k_blocks > 0 && (p->dk.data || p->dv.data))
-    ENG_TRY(launch_kernel("attention_grad", hopper_grad_keys<T, D>, k_blocks, THREADS,
+  const char *name = "attention_grad";
+  if (p->dk.data || p->dv.data)
+    ENG_TRY(launch_kernel(name, hopper_grad_keys<T, D>, r->keys.tiles * r->keys.heads, THREADS,
                           BACKWARD_BYTES<D>, *p, maps, *r, stored));
-  if (q_blocks > 0 && p->dq.data)
-    ENG_TRY(launch_kernel("attention_grad", hopper_grad_queries<T, D>, q_blocks, THREADS,
-                          BACKWARD_BYTES<D>, *p, maps, *r, stored));
-  return ENG_OK;
+  return p->dq.data ? launch_kernel(name, hopper_grad_queries<T, D>,
+                                    r->queries.tiles * r->queries.heads, THREADS,
+                                    BACKWARD_BYTES<D>, *p, maps, *r, stored) :
+                      ENG_OK;
 }
 
 eng_status attention_hopper_backward(const attention_problem *p, backward_room *r, int dtype,

@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(32 * ROW_WARPS)
   if (row < 0) return;
   int b = (int)(pair / p.heads), h = (int)(pair % p.heads), t = (int)(row % p.queries),
       lane = threadIdx.x & 31;
-  A sum = not_a_number<A>();
+  A sum = (A)NAN;
   if (p.y.data) {   // delta equals y . dy, unless y . dy is Inf or NaN
     sum = 0;
     for (int d = lane; d < p.width; d += 32)
@@ -318,10 +318,6 @@ template <int C, bool KEYS_STAY> static eng_status backward_tiles(const attentio
                        BACKWARD_FLOATS<C> * 4, *p);
 }
 
-/// Returns f(C) for the smallest C that covers the width.
-template <class F> static eng_status by_width(const attention_problem *p, const F &f)
-{ return with_size<1, 2, 4, 8>(parts(p->width, 32), f); }
-
 /// Launches a kernel that computes one row with each warp.
 template <class Kernel>
 static eng_status by_rows(const char *operation, Kernel *kernel, const attention_problem *p,
@@ -331,9 +327,9 @@ static eng_status by_rows(const char *operation, Kernel *kernel, const attention
 template <class A> static eng_status forward(const attention_problem *p)
 {
   int64_t rows = (int64_t)p->batch * p->heads * p->queries;
-  if (rows == 0) return ENG_OK;
   if (p->width > 0 && p->width <= 256 && sizeof(A) == 4)
-    return by_width(p, [=](auto c) { return forward_tiles<decltype(c)::value>(p); });
+    return with_size<1, 2, 4, 8>(parts(p->width, 32),
+                                 [=](auto c) { return forward_tiles<decltype(c)::value>(p); });
   return by_rows("attention", plain_rows<A, ROWS_OF_Y>, p, rows);
 }
 
@@ -341,11 +337,10 @@ template <class A> static eng_status backward(const attention_problem *p)
 {
   const int64_t q_rows = (int64_t)p->batch * p->heads * p->queries,
                 k_rows = (int64_t)p->batch * p->groups * p->keys;
-  const bool for_queries = q_rows > 0 && p->dq.data,
-             for_keys = k_rows > 0 && (p->dk.data || p->dv.data);
-  if (q_rows > 0) ENG_TRY(by_rows("attention_grad", plain_delta<A>, p, q_rows));
+  const bool for_queries = p->dq.data, for_keys = p->dk.data || p->dv.data;
+  ENG_TRY(by_rows("attention_grad", plain_delta<A>, p, q_rows));
   if (p->width <= 256 && sizeof(A) == 4)
-    return by_width(p, [=](auto c) {
+    return with_size<1, 2, 4, 8>(parts(p->width, 32), [=](auto c) {
       if (for_queries) ENG_TRY((backward_tiles<decltype(c)::value, false>(p)));
       return for_keys ? backward_tiles<decltype(c)::value, true>(p) : ENG_OK;
     });

@@ -31,8 +31,6 @@ typedef struct backward_room {
 eng_status attention_hopper_backward(const attention_problem *p, backward_room *r, int dtype,
                                      int stored);
 
-#ifdef __CUDACC__
-
 enum { WARPS = 4, THREADS = 32 * WARPS };
 
 constexpr double LOG2_E = 1.44269504088896340736;   // 1 / ln 2
@@ -102,7 +100,6 @@ static inline eng_status schedule_backward(backward_room *r, const attention_pro
   return schedule_of(&r->queries, p, query_rows, width);
 }
 
-#ifdef __CUDACC__
 /// The head (counted over all batches) and the tile of a block.
 struct scheduled { int head, tile; };
 __device__ static inline scheduled scheduled_at(const schedule &plan, int block)
@@ -111,7 +108,6 @@ __device__ static inline scheduled scheduled_at(const schedule &plan, int block)
                  width = min(plan.together, plan.heads - (int)first), rest = block % each;
   return {(int)(first + rest % width), (int)(rest / width)};
 }
-#endif
 
 /// Returns the position, in pieces of 16 bytes, at which a tile stores piece `piece` of row `row`
 /// within this row.
@@ -311,4 +307,22 @@ __device__ static inline uint32_t store_rows(const float (&c)[MT][D / 8][4], uns
   }
   return bad;
 }
-#endif
+
+/// Stores lse, if wanted, and with ENTROPY the entropy of query `row`. top: its largest score.
+/// total: the sum of e, the exponentials times 2^RAISE. weighted: the sum of e * log2(e / 2^RAISE).
+/// blind: the query sees no key.
+template <class T, bool ENTROPY>
+__device__ static inline void store_statistics(const attention_problem &p, int b, int h, int row,
+                                               bool blind, float top, float total,
+                                               float weighted)
+{
+  const int64_t line = line_of(p, b, h, row);
+  const bool lost = total == 0;   // every score is -inf
+  const float log_sum = logf(total) - RAISE<T> * LN_2;
+  if (p.lse)
+    ((float *)p.lse)[line] = blind ? -INFINITY :
+                             lost  ? NAN :
+                                     fmaf(top, (float)p.factor, log_sum);
+  if (ENTROPY)
+    ((float *)p.entropy)[line] = blind ? 0.0f : lost ? NAN : log_sum - LN_2 * (weighted / total);
+}
