@@ -66,18 +66,8 @@ template <typename T> struct layout;
 template <> struct layout<f16_t>  { enum { normal = 0x0400, fraction = 10 }; };
 template <> struct layout<bf16_t> { enum { normal = 0x0080, fraction = 7 }; };
 
-__device__ static inline __half2 as_halves(uint32_t w)
-{
-  union { uint32_t w; __half2 h; } u;
-  u.w = w;
-  return u.h;
-}
-__device__ static inline uint32_t as_word(__half2 h)
-{
-  union { __half2 h; uint32_t w; } u;
-  u.h = h;
-  return u.w;
-}
+__device__ static inline __half2 as_halves(uint32_t w) { return *(__half2 *)&w; }
+__device__ static inline uint32_t as_word(__half2 h) { return *(uint32_t *)&h; }
 
 __device__ static inline float2 widen_pair(uint32_t w, f16_t)
 { return __half22float2(as_halves(w)); }
@@ -229,18 +219,16 @@ __device__ static inline int halves_total(__half2 h)
 /// accesses, from the counts of zeros and of tiny numbers.
 __device__ static inline tally finish(const running<float> &r, int padding)
 {
-  tally t = {r.squares,         __float_as_uint(r.amax), r.inf, r.nan,
-             r.zeros - padding, r.tiny - padding,        0};
-  return t;
+  return {r.squares,         __float_as_uint(r.amax), r.inf, r.nan,
+          r.zeros - padding, r.tiny - padding,        0};
 }
 template <typename T> __device__ static inline tally finish(const running<T> &r, int padding)
 {
   float2 top = widen_pair(as_word(r.top), T());
   float amax = fmaxf(r.amax, fmaxf(top.x, top.y));
-  tally t = {r.squares, __float_as_uint(amax),           r.inf,
-             r.nan,     halves_total(r.zeros) - padding, halves_total(r.tiny) - padding,
-             0};
-  return t;
+  return {r.squares, __float_as_uint(amax),           r.inf,
+          r.nan,     halves_total(r.zeros) - padding, halves_total(r.tiny) - padding,
+          0};
 }
 
 /// A chunk as a block sees it.
@@ -336,8 +324,7 @@ __device__ static inline void block_tally(tally t, tally *warps, tally *to)
   if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = t;
   __syncthreads();
   if (threadIdx.x >= 32) return;
-  tally none = {0, 0, 0, 0, 0, 0, 0};
-  t = warp_tally(threadIdx.x < WARPS ? warps[threadIdx.x] : none);
+  t = warp_tally(threadIdx.x < WARPS ? warps[threadIdx.x] : tally{});
   if (threadIdx.x == 0) *to = t;
 }
 
@@ -421,12 +408,11 @@ __global__ static void __launch_bounds__(SPAN_THREADS, 2)
   if ((int)blockIdx.x < n * slabs) {
     const device_span &s = spans[blockIdx.x / slabs];
     const int from = blockIdx.x % slabs * SLAB + threadIdx.x;
-    const tally none = {0, 0, 0, 0, 0, 0, 0};
-    tally t = none;
+    tally t = {};
 #pragma unroll
     for (int k = 0; k < SLAB / SPAN_THREADS; k++) {
       const int c = from + k * SPAN_THREADS;
-      const tally one = c < s.chunks ? tallies[s.first_chunk + c] : none;
+      const tally one = c < s.chunks ? tallies[s.first_chunk + c] : tally{};
       t.squares += one.squares;
       t.amax = max(t.amax, one.amax);
       t.inf += one.inf;
@@ -446,7 +432,7 @@ __global__ static void __launch_bounds__(SPAN_THREADS, 2)
   double all_squares = 0;
   int64_t all_bad = 0;
   for (int k = threadIdx.x; k < n; k += SPAN_THREADS) {
-    span_result r = {0, 0, 0, 0, 0, 0};
+    span_result r = {};
     for (int j = 0; j < slabs; j++) {
       // bypasses the L1 cache, because other blocks of this launch wrote the tallies
       union { uint4 raw[2]; tally t; } u;
@@ -513,10 +499,9 @@ typedef struct report {
 
 static struct {
   span_table table;
-  // device memory: a tally per chunk; the current report; a cuda_step_total for each report, then
-  // the counter of sum_up
-  void      *tallies, *device, *totals;
-  int64_t    tallies_bytes, device_bytes, totals_bytes;
+  // a tally per chunk; the current report; a cuda_step_total for each report, then the counter of
+  // sum_up
+  device_room tallies, device, totals;
   report     reports[STATS_TICKETS];
   int64_t    tickets;            // number of tickets given out so far
 } pass;
@@ -525,7 +510,7 @@ const cuda_step_total *cuda_total_of(int64_t ticket)
 {
   for (int i = 0; i < STATS_TICKETS; i++)
     if (ticket > 0 && pass.reports[i].ticket == ticket)
-      return (const cuda_step_total *)pass.totals + i;
+      return (const cuda_step_total *)pass.totals.data + i;
   return NULL;
 }
 
@@ -584,33 +569,28 @@ static eng_status launch(report **out, const param_span *spans, int n, unsigned 
     if (spans[k].count > longest) longest = spans[k].count;
   const int64_t slabs = parts(longest, (int64_t)SLAB * SPAN_CHUNK);
   ENG_TRY(spans_ready(&pass.table, spans, n, NULL));
-  ENG_TRY(device_grow(&pass.tallies, &pass.tallies_bytes,
+  ENG_TRY(device_grow(&pass.tallies,
                       (pass.table.chunks + n * slabs + 1) * (int64_t)sizeof(tally)));
-  ENG_TRY(device_grow(&pass.device, &pass.device_bytes, bytes));
+  ENG_TRY(device_grow(&pass.device, bytes));
   ENG_TRY(report_room(r, n, bytes));
-  ENG_TRY(device_grow(&pass.totals, &pass.totals_bytes,
-                      (STATS_TICKETS + 1) * (int64_t)sizeof(cuda_step_total)));
+  ENG_TRY(device_grow(&pass.totals, (STATS_TICKETS + 1) * (int64_t)sizeof(cuda_step_total)));
   r->ticket = ++pass.tickets;   // the report's previous contents are lost, even if this pass fails
 
   const span_table *t = &pass.table;
-  char *device = (char *)pass.device;
-  cuda_step_total *totals = (cuda_step_total *)pass.totals;
-  tally *tallies = (tally *)pass.tallies;
+  char *device = (char *)pass.device.data;
+  cuda_step_total *totals = (cuda_step_total *)pass.totals.data;
+  tally *tallies = (tally *)pass.tallies.data;
   unsigned long long *bins = (unsigned long long *)(device + hist_at(n, n_loss));
   if (hist && n > 0) CUDA_TRY(cudaMemsetAsync(bins, 0, (size_t)hist_bytes(n), cuda_stream()));
   if (t->chunks > 0) {
-    const int64_t room = RESIDENT * (int64_t)cuda_multiprocessors();
-    const unsigned blocks = (unsigned)(t->chunks < room ? t->chunks : room);
     auto kernel = hist ? read_gradients<true> : read_gradients<false>;
-    kernel<<<blocks, SPAN_THREADS, 0, cuda_stream()>>>(t->span, t->chunk, (int)t->chunks, tallies,
-                                                       bins);
-    CUDA_LAUNCHED("gradient statistics");
+    kernel<<<capped_grid(t->chunks, RESIDENT), SPAN_THREADS, 0, cuda_stream()>>>(
+      t->span, t->chunk, (int)t->chunks, tallies, bins);
   }
   sum_up<<<n > 0 ? (unsigned)(n * slabs) : 1, SPAN_THREADS, 0, cuda_stream()>>>(
     t->span, n, (int)slabs, tallies, tallies + t->chunks,
     (span_result *)(device + results_at(n_loss)), totals + (r - pass.reports),
     (unsigned *)(totals + STATS_TICKETS), cuda_fault(), (cuda_fault_record *)device);
-  CUDA_LAUNCHED("gradient statistics");
   for (int from = 0; from < n_loss; from += GATHERED) {
     gather_list list;
     int some = n_loss - from < GATHERED ? n_loss - from : GATHERED;
@@ -618,8 +598,8 @@ static eng_status launch(report **out, const param_span *spans, int n, unsigned 
       list.at[k] = (const float *)loss[from + (k < some ? k : 0)]->data;
     gather_losses<<<1, GATHERED, 0, cuda_stream()>>>(list, some,
                                                      (float *)(device + losses_at()) + from);
-    CUDA_LAUNCHED("gradient statistics");
   }
+  ENG_TRY(cuda_launched("gradient statistics"));
   CUDA_TRY(
     cudaMemcpyAsync(r->memory, device, (size_t)bytes, cudaMemcpyDeviceToHost, cuda_stream()));
   CUDA_TRY(cudaEventRecord(r->arrived, cuda_stream()));
@@ -637,8 +617,7 @@ static eng_status launch(report **out, const param_span *spans, int n, unsigned 
 static eng_status arrive(report *r, eng_tensor_stats *stats)
 {
   memset(stats, 0, (size_t)r->n * sizeof *stats);
-  cudaError_t result = cudaEventSynchronize(r->arrived);
-  if (result != cudaSuccess) return cuda_status(result, "waiting for gradient statistics");
+  ENG_TRY(cuda_status(cudaEventSynchronize(r->arrived), "waiting for gradient statistics"));
   const cuda_fault_record *fault = (const cuda_fault_record *)r->memory;
   // a wait, or another report in flight, may have returned the same fault
   if (!fault->raised || r->faults_told != cuda_faults_told()) return ENG_OK;

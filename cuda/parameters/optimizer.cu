@@ -60,10 +60,9 @@ typedef struct numbers {
 
 enum { NUMBERS = (sizeof(numbers) + 15) / 16 * 16 };
 
-__host__ __device__ static inline rule *rules_of(numbers *u)
+/// Returns the rules of the groups, which follow *u in memory.
+__host__ __device__ static inline rule *rules_of(const numbers *u)
 { return (rule *)((char *)u + NUMBERS); }
-__device__ static inline const rule *rules_of(const numbers *u)
-{ return (const rule *)((const char *)u + NUMBERS); }
 
 // ------------------------------------------------------------------ elements
 
@@ -343,23 +342,13 @@ scale_gradients(const device_span *spans, const int32_t *chunk, double factor, i
 
 static struct {
   span_table  table, targets;        // for updates; for unscaling
-  void       *numbers;               // device memory
-  int64_t     numbers_bytes;
-  // sums of squares in device memory: [n][ENG_NORMS] for tensors, then [chunks][ENG_NORMS]
-  void       *norms;
-  int64_t     norms_bytes;
-  // device memory: the update counters [ENG_UPDATE_SLOTS], int64_t, then the int found_inf
-  void       *counters;
-  int64_t     counters_bytes;
-  int        *found;                 // pinned
+  device_room numbers;
+  device_room norms;      // sums of squares: [n][ENG_NORMS] for tensors, then [chunks][ENG_NORMS]
+  device_room counters;   // the update counters [ENG_UPDATE_SLOTS], int64_t, then the int found_inf
 } pass;
 
-static eng_status open_pass(void)
-{
-  if (!pass.found) CUDA_TRY(cudaMallocHost((void **)&pass.found, sizeof *pass.found));
-  return device_grow(&pass.counters, &pass.counters_bytes,
-                     (ENG_UPDATE_SLOTS + 1) * (int64_t)sizeof(int64_t));
-}
+static eng_status counters_ready(void)
+{ return device_grow(&pass.counters, (ENG_UPDATE_SLOTS + 1) * (int64_t)sizeof(int64_t)); }
 
 static rule rule_of(const eng_update *u, const eng_hyper *h)
 { return rule{update_rule_of(u, h), h->lr, h->beta1, h->beta2}; }
@@ -369,9 +358,9 @@ static eng_status prepare(const param_span *spans, int n, const eng_update *upda
 {
   int64_t bytes = NUMBERS + update->n_groups * (int64_t)sizeof(rule);
   if (n == 0) return ENG_OK;
-  ENG_TRY(open_pass());
+  ENG_TRY(counters_ready());
   ENG_TRY(spans_ready(&pass.table, spans, n, NULL));
-  ENG_TRY(device_grow(&pass.numbers, &pass.numbers_bytes, bytes));
+  ENG_TRY(device_grow(&pass.numbers, bytes));
   numbers *u = (numbers *)calloc(1, (size_t)bytes);
   FAIL_IF(!u, ENG_ERR_MEMORY, "out of memory on the host for an update with %d groups",
           update->n_groups);
@@ -391,7 +380,7 @@ static eng_status prepare(const param_span *spans, int n, const eng_update *upda
   u->seed = rng_seed();
   u->draw = update->draw;
   for (int g = 0; g < update->n_groups; g++) rules_of(u)[g] = rule_of(update, &update->groups[g]);
-  eng_status status = cuda_stage(pass.numbers, u, bytes);
+  eng_status status = cuda_stage(pass.numbers.data, u, bytes);
   free(u);
   return status;
 }
@@ -400,10 +389,10 @@ static eng_status prepare(const param_span *spans, int n, const eng_update *upda
 static eng_status fetch_norms(const param_span *spans, int n)
 {
   const int64_t bytes = n * (int64_t)sizeof(double[ENG_NORMS]);
-  double *sums = (double *)pass.norms;
+  double *sums = (double *)pass.norms.data;
   add_chunks<<<(unsigned)n, 32 * ENG_NORMS, 0, cuda_stream()>>>(
     pass.table.span, sums + (int64_t)n * ENG_NORMS, sums);
-  CUDA_LAUNCHED("optimize");
+  ENG_TRY(cuda_launched("optimize"));
   double *host = (double *)malloc((size_t)bytes);
   FAIL_IF(!host, ENG_ERR_MEMORY, "out of memory on the host for the norms of %d parameters", n);
   eng_status status = cuda_move(host, sums, bytes, COPY_TO_HOST);
@@ -435,22 +424,20 @@ eng_status cuda_optimize(const param_span *spans, int n, const eng_update *updat
   const bool norms = update->norms != NULL;
   for (int k = 0; k < n && norms; k++) memset(spans[k].norms, 0, sizeof(double[ENG_NORMS]));
   if (n == 0 || pass.table.chunks == 0) return ENG_OK;
-  numbers *u = (numbers *)pass.numbers;
-  if (update->lagged) {
-    decide<<<1, 64, 0, cuda_stream()>>>(u, total, (int64_t *)pass.counters);
-    CUDA_LAUNCHED("optimize");
-  }
+  numbers *u = (numbers *)pass.numbers.data;
+  if (update->lagged)
+    decide<<<1, 64, 0, cuda_stream()>>>(u, total, (int64_t *)pass.counters.data);
   if (norms)
-    ENG_TRY(device_grow(&pass.norms, &pass.norms_bytes,
+    ENG_TRY(device_grow(&pass.norms,
                         (n + pass.table.chunks) * (int64_t)sizeof(double[ENG_NORMS])));
   const bool more = norms || update->spike_clip > 0;
   bool bf16 = false;               // whether some masters are bf16
   for (int k = 0; k < n; k++) bf16 = bf16 || spans[k].master_dtype != ENG_f32;
-  double *partial = norms ? (double *)pass.norms + (int64_t)n * ENG_NORMS : NULL;
+  double *partial = norms ? (double *)pass.norms.data + (int64_t)n * ENG_NORMS : NULL;
   advance_kernel *kernel = kernels_of[update->kind](more, bf16);
   kernel<<<(unsigned)pass.table.chunks, SPAN_THREADS, 0, cuda_stream()>>>(
     pass.table.span, pass.table.chunk, u, partial);
-  CUDA_LAUNCHED("optimize");
+  ENG_TRY(cuda_launched("optimize"));
   return norms ? fetch_norms(spans, n) : ENG_OK;
 }
 
@@ -458,18 +445,14 @@ eng_status cuda_unscale(const param_span *spans, int n, double factor, float *co
                         int *found_inf)
 {
   *found_inf = 0;
-  ENG_TRY(open_pass());
+  ENG_TRY(counters_ready());
   ENG_TRY(spans_ready(&pass.targets, spans, n, target));
   const span_table *t = &pass.targets;
   if (t->chunks == 0) return ENG_OK;
-  int *found = (int *)((int64_t *)pass.counters + ENG_UPDATE_SLOTS);
+  int *found = (int *)((int64_t *)pass.counters.data + ENG_UPDATE_SLOTS);
   CUDA_TRY(cudaMemsetAsync(found, 0, sizeof *found, cuda_stream()));
   scale_gradients<<<(unsigned)t->chunks, SPAN_THREADS, 0, cuda_stream()>>>(t->span, t->chunk,
                                                                            factor, found);
-  CUDA_LAUNCHED("unscale");
-  CUDA_TRY(
-    cudaMemcpyAsync(pass.found, found, sizeof *found, cudaMemcpyDeviceToHost, cuda_stream()));
-  ENG_TRY(cuda_synchronize());
-  *found_inf = *pass.found;
-  return ENG_OK;
+  ENG_TRY(cuda_launched("unscale"));
+  return cuda_move(found_inf, found, sizeof *found, COPY_TO_HOST);
 }

@@ -6,18 +6,18 @@
 #include <stdlib.h>
 #include <string.h>
 
-eng_status device_grow(void **memory, int64_t *capacity, int64_t bytes)
+eng_status device_grow(device_room *room, int64_t bytes)
 {
-  if (bytes <= *capacity) return ENG_OK;
-  if (*memory) cuda_give(*memory, *capacity);
-  *capacity = 0;
-  *memory = cuda_take(bytes + bytes / 4);
-  FAIL_IF(!*memory, ENG_ERR_MEMORY, "cuda: out of device memory for the tables of a pass over all "
-          "parameters (%lld bytes); hint: a smaller batch or context, or accumulate=N",
+  if (bytes <= room->bytes) return ENG_OK;
+  if (room->data) cuda_give(room->data, room->bytes);
+  room->bytes = 0;
+  room->data = cuda_take(bytes + bytes / 4);
+  FAIL_IF(!room->data, ENG_ERR_MEMORY, "cuda: out of device memory for the tables of a pass over "
+          "all parameters (%lld bytes); hint: a smaller batch or context, or accumulate=N",
           (long long)bytes);
-  *capacity = bytes + bytes / 4;
+  room->bytes = bytes + bytes / 4;
   // for compute-sanitizer's initcheck, which reports copies of bytes that were never written
-  CUDA_TRY(cudaMemsetAsync(*memory, 0, (size_t)*capacity, cuda_stream()));
+  CUDA_TRY(cudaMemsetAsync(room->data, 0, (size_t)room->bytes, cuda_stream()));
   return ENG_OK;
 }
 
@@ -75,18 +75,16 @@ eng_status spans_ready(span_table *table, const param_span *spans, int n, float 
 
   int64_t spans_bytes = n * (int64_t)sizeof(device_span),
           list_bytes = chunks * (int64_t)sizeof(int32_t);
-  void *memory = table->span;
   table->n = -1;   // marks the table as incomplete
-  eng_status status = device_grow(&memory, &table->bytes, spans_bytes + list_bytes);
-  table->span = (device_span *)memory;
-  ENG_TRY(status);
+  ENG_TRY(device_grow(&table->room, spans_bytes + list_bytes));
+  table->span = (device_span *)table->room.data;
   table->chunk = (int32_t *)(table->span + n);
   int32_t *list = (int32_t *)malloc((size_t)list_bytes), *at = list;
   FAIL_IF(!list && chunks > 0, ENG_ERR_MEMORY,
           "out of memory on the host for a table of %d parameters", n);
   for (int k = 0; k < n; k++)
     for (int c = 0; c < table->fresh[k].chunks; c++) *at++ = k;
-  status = cuda_stage(table->span, table->fresh, spans_bytes);
+  eng_status status = cuda_stage(table->span, table->fresh, spans_bytes);
   if (status == ENG_OK) status = cuda_stage(table->chunk, list, list_bytes);
   free(list);
   ENG_TRY(status);

@@ -22,15 +22,18 @@ typedef struct device_span {
   int32_t  first_chunk, chunks;
 } device_span;
 
+/// Device memory of `bytes` bytes.
+typedef struct device_room { void *data; int64_t bytes; } device_room;
+
 /// A pass's table. In device memory it is span[n], then chunk[chunks] with each chunk's span index.
 typedef struct span_table {
-  device_span *span;             // device memory
-  int32_t     *chunk;
+  device_room  room;
+  device_span *span;             // in `room`
+  int32_t     *chunk;            // in `room`
   int          n;
   int64_t      chunks;
   device_span *known, *fresh;    // host memory: the spans on the card, and the new ones
   int          capacity;         // of `known` and `fresh`
-  int64_t      bytes;            // of the device memory
 } span_table;
 
 /// Brings the table up to date, and sends it to the card if something changed. Waits for the card
@@ -38,6 +41,6 @@ typedef struct span_table {
 /// destinations of unscaled gradients, or is NULL.
 eng_status spans_ready(span_table *table, const param_span *spans, int n, float *const *target);
 
-/// If the device memory at *memory is smaller than `bytes`, replaces it by memory of 5/4 of
-/// `bytes`, filled with zeros. The old contents are then lost.
-eng_status device_grow(void **memory, int64_t *capacity, int64_t bytes);
+/// If the memory is smaller than `bytes`, replaces it by memory of 5/4 of `bytes`, filled with
+/// zeros. The old contents are then lost.
+eng_status device_grow(device_room *room, int64_t bytes);

@@ -141,9 +141,6 @@ int64_t cuda_faults_told(void);
     cudaError_t cuda_try_ = (call);                                     \
     if (cuda_try_ != cudaSuccess) return cuda_status(cuda_try_, #call); \
   } while (0)
-/// Use after a launch: returns an error if the launch configuration is invalid. An error inside the
-/// kernel appears at the next wait.
-#define CUDA_LAUNCHED(name) ENG_TRY(cuda_launched(name))
 
 #ifdef __CUDACC__
 #include <cuda_bf16.h>
