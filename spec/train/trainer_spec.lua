@@ -759,6 +759,15 @@ describe("the trainer", function()
     engine.scope(function() model(engine.ones(1, 4)) end)
     local before, after = steps(model)
     assert.are_not.same(before, after)
+    function Late:forward(x)             -- activations that a pass stores are no parameters
+      self.hidden = self.first(x)
+      return self.late(self.hidden)
+    end
+    assert.are_not.same(after, select(2, steps(model)))
+    engine.begin_step()
+    model(engine.ones(1, 4)):sum():backward()
+    assert.equal(4, #model:parameters())
+    engine.end_step()
   end)
 
   it("an error in the loss names its function, and fields that a batch lacks", function()

@@ -188,8 +188,10 @@ local info = M_ffi.new("eng_tensor_info")
 local function assign(self, key, value)
   if is_module(value) then refuse_itself(path_to(value, self), self, key) end
   refuse_hidden(self, key, value)
-  local lasting = is_tensor(value) and C.eng_info(info, value) == 0 and info.owner ~= 0
-  if lasting and depth == 0 then self._roles[key] = self._roles[key] or "linear" end
+  if depth == 0 and is_tensor(value) and C.eng_info(info, value) == 0
+    and (info.owner ~= 0 or info.requires_grad ~= 0 and info.is_leaf ~= 0) then
+    self._roles[key] = self._roles[key] or "linear"
+  end
   if value ~= nil and not self._known[key] then
     self._order[#self._order + 1], self._known[key] = key, true
   end
@@ -197,10 +199,10 @@ local function assign(self, key, value)
 end
 
 --- A new class of modules: nn.class("Name") returns the class. Define its methods init and forward,
---- and call the class to make a module. Assigning a module or a tensor registers the field. Three
---- kinds of tensors register a field only if they are leaves that require a gradient: tensors that
---- live until the step ends, tensors that replace a plain value, and tensors that are assigned
---- while a module's forward runs.
+--- and call the class to make a module. Assigning a module or a tensor registers the field, with
+--- three exceptions. A tensor that ends with the step registers a field only if it is a leaf that
+--- requires a gradient. A tensor that replaces a plain value, or that is assigned while a module's
+--- forward runs, must in addition live longer than the step.
 function M.class(name)
   expect(type(name) == "string", name, "nn.class: expected the name of the class")
   local class = { _class = name }
@@ -292,9 +294,11 @@ function M.build_shapes(make, ...)
   return within(function() only_shapes = true end, function() only_shapes = false end, make, ...)
 end
 
--- Whether x, the value of a field without a role, is a parameter.
+-- Whether x, the value of a field without a role, is a parameter. After a backward pass, results of
+-- operations are leaves, too, but they end with the step.
 local function is_trained(x)
   return C.eng_info(info, x) == 0 and info.requires_grad ~= 0 and info.is_leaf ~= 0
+    and info.owner ~= 0
 end
 
 -- Calls on_module(module, path) for every module and on_tensor(path, tensor, owner, key) for every
