@@ -423,7 +423,8 @@ eng_status eng_fp8_delay(int64_t site, int role, double amax)
   FAIL_IF(!s->on, ENG_ERR_STATE,
           "%s: delayed scaling needs an FP8 recipe, and this site has none; hint: call "
           "eng_fp8_site_set first", s->name);
-  FAIL_IF(!(amax >= 0) || !f32_is_finite((float)amax), ENG_ERR_VALUE,
+  FAIL_IF(!(amax >= 0) || !f32_is_finite((float)amax) || (amax > 0 && (float)amax == 0),
+          ENG_ERR_VALUE,
           "%s: the amax of %s: expected a positive finite f32, or 0 for the measured amax, got %g",
           s->name, fp8_role_name[role], amax);
   FAIL_IF(amax != 0 && (r->block_rows || r->block_columns), ENG_ERR_VALUE,

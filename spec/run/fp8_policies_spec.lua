@@ -268,7 +268,10 @@ local HOSTILE = {
   ["that names no layer"] = { "decide = function() return { scale = 1, scales = { a = 2 } } end }",
     "bad.lua" },
   ["with an amax beyond f32"] = { "decide = function() return { scale = 1, scales = " ..
-    "{ ['blocks.1.mlp.up:x'] = 1e300 } } end }", "= 1e+300; expected an amax of up to 3.4e38" },
+    "{ ['blocks.1.mlp.up:x'] = 1e300 } } end }",
+    "= 1e+300; expected an amax from 1.4e-45 to 3.4e38, as f32 has" },
+  ["with an amax below f32"] = { "decide = function() return { scale = 1, scales = " ..
+    "{ ['blocks.1.mlp.up:x'] = 1e-50 } } end }", "= 1e-50; expected an amax from 1.4e-45" },
   ["with half a rung"] = { "decide = function() return { scale = 1, scales = " ..
     "{ ['blocks.1.mlp.up:high'] = 0.5 } } end }",
     "scales['blocks.1.mlp.up:high'] = 0.5; expected 2 or more (2: the first" },

@@ -12,7 +12,8 @@ local M = {}
 
 M.roles = { "x", "w", "dy" }
 
-local LARGEST = (2 - 2 ^ -23) * 2 ^ 127      -- the largest f32 number
+-- Numbers in this range are positive and finite as f32, too.
+local LEAST, LARGEST = 2 ^ -149, (2 - 2 ^ -23) * 2 ^ 127
 
 --- Declares the tensors and groups of the layers `paths` to a policy. Returns the tensors' names:
 --- "PATH:ROLE" for each layer and role.
@@ -31,8 +32,8 @@ end
 
 --- Combines the last verdicts of the policies in `list` into places. Each layer gets the highest
 --- rung that a policy chose, up to `most`. Each tensor gets the amax of the last policy that sets
---- one. names: the names of the tensors, from prepare(). An amax above the largest f32 number and a
---- rung below 2 are ignored; the second result is a message about the last one of these, or nil.
+--- one. names: the names of the tensors, from prepare(). An amax that f32 numbers do not reach and
+--- a rung below 2 are ignored; the second result is a message about the last one of these, or nil.
 function M.places(list, names, most)
   local n, rungs, amaxes, problem = #names / 3, {}, {}, nil
   for i = 1, n do rungs[i] = 1 end
@@ -47,8 +48,8 @@ function M.places(list, names, most)
     end
     for k = 1, any and 3 * n or 0 do
       local own = policy:group_scale(k)
-      if own > LARGEST then
-        problem = ("scales['%s'] = %g; expected an amax of up to 3.4e38, the largest f32")
+      if own < LEAST or own > LARGEST then
+        problem = ("scales['%s'] = %g; expected an amax from 1.4e-45 to 3.4e38, as f32 has")
           :format(names[k], own)
       elseif own ~= none then amaxes[k] = own end
     end

@@ -82,10 +82,12 @@ end
 -- that returns { [id] = the parameter's format } at a step.
 local function add_formats(h, result, row_of, first, last)
   local parts, known, texts, before = h:parts(), {}, {}, nil
+  local summed = h:meta().summed == "true"       -- the gradients of micro-batches, in f32
   for k = 1, #result.names do known[k] = {} end
   for i, part in ipairs(parts) do
     if part.first <= last and not (parts[i + 1] and parts[i + 1].first <= first) then
       local text = formats_of(part, row_of, known)
+      if summed and text ~= "f32" then text = text .. " summed in f32" end
       if text ~= before then
         texts[#texts + 1] = before and (", from step %d on %s"):format(part.first, text) or text
       end
