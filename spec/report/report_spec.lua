@@ -240,7 +240,7 @@ describe("a run's commands", function()
     local html = helper.read(folder .. "/runs/a/report.html")
     for _, piece in ipairs { "<title>a</title>", "<h2>Loss</h2>", "<h2>Loss scale</h2>",
       "<h2>Layers over the run</h2>", "<h2>Layers by exponent</h2>",
-      "<h2>All gradients by exponent</h2>", "<h2>Shadows</h2>", "<h2>Where overflows begin</h2>",
+      "<h2>All gradients by exponent</h2>", "<h2>Shadows</h2>", "<h2>Where overflows are</h2>",
       "<h2>Settings</h2>", "prefers-color-scheme",
       '<span class="k">return</span>', "The run finished after 60 steps" } do
       assert.matches(piece, html, 1, true)

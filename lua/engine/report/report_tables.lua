@@ -31,8 +31,10 @@ function M.overflow_sections(h)
     last[#last + 1] = { grouped(row.step), chart.scale(row.scale), chart.scale(row.next_scale),
       grouped(row.inf or 0 / 0), grouped(row.nan or 0 / 0) }
   end
-  return '<div class="pair">' .. section("Where overflows begin",
-    #counts > 12 and ("The most frequent of %d parameters."):format(#counts) or nil,
+  return '<div class="pair">' .. section("Where overflows are",
+    ("%sThe backward pass runs from the last parameter to the first, so an overflow may have " ..
+      "begun in a later parameter; <code>trap=overflow</code> names the operation."):format(
+      #counts > 12 and ("The most frequent of %d parameters. "):format(#counts) or ""),
     html.table({ "first parameter with inf or nan", "steps", "", "last at step" }, rows,
         { false, true, false, true })) ..
     section("The last overflows", nil, html.table({ "step", "scale", "next scale", "inf", "nan" },

@@ -108,8 +108,10 @@ local function say_gradients(h, row, say)
     say("  and %d more tensors; in Lua, history:tensors(%d) lists all", bad - MOST_TENSORS,
       row.step)
   end
-  if bad > 1 then
-    say("The backward pass reached the last of these first; trap=overflow names the operation.")
+  if bad > 1 and one(h, "SELECT count(*) AS n FROM events WHERE step = ? AND kind = 'trap'",
+    row.step).n == 0 then
+    say("The backward pass runs from the last parameter to the first, so the overflow probably " ..
+      "began near the last of these; trap=overflow names the operation.")
   end
 end
 

@@ -48,8 +48,7 @@ function Overflows:text(record, stats, reason)
   for i, kind in ipairs { "inf", "nan" } do
     first[kind], last[kind] = found_in(self, stats, kind)
     parts[i] = ("%d %s%s%s"):format(tonumber(record[kind]), kind, first[kind] and ", first in " ..
-      first[kind] or "", last[kind] ~= first[kind] and (", last in %s, which the backward pass " ..
-      "reaches first"):format(last[kind]) or "")
+      first[kind] or "", last[kind] ~= first[kind] and ", last in " .. last[kind] or "")
   end
   local culprits = self.trainer.reducer:culprits()
   for i = 1, math.min(#culprits, 4) do
@@ -75,10 +74,11 @@ function Overflows:line(record, verdict)
     if n > 0 then counts[#counts + 1] = ("%d %s"):format(n, kind) end
   end
   local first = self.trainer.optimizer.list[record.first_bad + 1]
-  return ("overflow: %s, first in %s; %sloss scale %s -> %s"):format(table.concat(counts, " and "),
+  local scale, next_scale = show.scale(record.scale), show.scale(verdict.scale)
+  return ("overflow: %s, first in %s; %sloss scale %s"):format(table.concat(counts, " and "),
     culprit and ("%s (rank %d)"):format(culprit.tensor, culprit.rank) or first and first.name
     or "the sum over ranks", verdict.action == C.ENG_ACTION_STEP and "" or "step skipped, ",
-    show.scale(record.scale), show.scale(verdict.scale))
+    scale == next_scale and "stays " .. scale or scale .. " -> " .. next_scale)
 end
 
 -- Runs the step's forward and backward pass again with the trap set, from the same batches and
