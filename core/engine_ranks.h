@@ -130,9 +130,9 @@ void eng_parallel_free(eng_parallel *parallel);
 /// zero >= 2 the gradients of this pass are dropped. Errors: STATE.
 enum { ENG_PASS_FIRST = 0, ENG_PASS_MORE = 1, ENG_PASS_ALONE = 2 };
 eng_status eng_parallel_begin(eng_parallel *parallel, int pass);
-/// Waits until all gradients are reduced. With `zero` the gradients of other ranks' pieces are
-/// unchanged. After ENG_PASS_ALONE, reduces nothing. Errors: STATE (eng_parallel_begin was not
-/// called).
+/// Waits until all gradients are reduced. The gradients of other ranks' pieces are unchanged with
+/// zero = 1, and not stored with zero >= 2. After ENG_PASS_ALONE, reduces nothing. Errors: STATE
+/// (eng_parallel_begin was not called).
 eng_status eng_parallel_finish(eng_parallel *parallel);
 /// Cancels an unfinished reduction, after the step failed on this rank.
 void eng_parallel_cancel(eng_parallel *parallel);
@@ -228,6 +228,7 @@ eng_status eng_comm_dtype_round(float *x, int64_t n, int comm_dtype);
 eng_status eng_comm_dtype_reduce(const eng_tensor *out, int *flags, const eng_tensor *x,
                                  int comm_dtype, bool add);
 
-/// Restricts this optimizer's moments to this rank's pieces of the parameter set. The moments of
-/// these pieces are unchanged. A second call has no effect.
+/// Restricts this optimizer's moments, and compensations if it has any, to this rank's pieces of
+/// the parameter set, whose values do not change. eng_parallel_new with `zero` comes first. A
+/// second call has no effect. Errors: STATE (the set is not divided among ranks), MEMORY.
 eng_status eng_optimizer_shard(eng_optimizer *state);

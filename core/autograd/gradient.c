@@ -224,7 +224,7 @@ eng_status eng_requires_grad(const eng_tensor *handle, bool on)
           "x:detach() is a leaf",
           tensor_text(x));
   FAIL_IF(on && !dtype_is_float(x->dtype), ENG_ERR_DTYPE,
-          "requires_grad: expected a floating-point tensor, got %s; hint: x:to(\"f32\")",
+          "requires_grad: expected a tensor in f32, f64, f16 or bf16, got %s; hint: x:to(\"f32\")",
           tensor_text(x));
   x->requires_grad = on;
   if (x->parameter && x->parameter->low) x->parameter->low->requires_grad = on;

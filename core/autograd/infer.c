@@ -189,7 +189,7 @@ eng_status infer_swiglu_grad(op_call *c, op_shape *s)
 eng_status infer_unary_grad(op_call *c, op_shape *s)
 {
   FAIL_IF(!op_is_unary((int)c->unary_grad.of), ENG_ERR_VALUE, "unary_grad: expected the number of "
-          "an elementwise operation of one input, got %lld", (long long)c->unary_grad.of);
+          "an ENG_UNARY operation (ops.def), got %lld", (long long)c->unary_grad.of);
   return pair_grad(c, s, c->unary_grad.dtype);
 }
 

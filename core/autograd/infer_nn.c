@@ -218,7 +218,8 @@ eng_status infer_rope(op_call *c, op_shape *s)
           "rope: expected a context > 0 and 0 < low < high, got context %lld, low %g and high %g",
           (long long)c->rope.context, low, high);
   FAIL_IF(c->rope.context == 0 && high != 0 && !(0 <= low && low < high), ENG_ERR_VALUE,
-          "rope: expected 0 <= low < high if context is 0, got low %g and high %g", low, high);
+          "rope: if context is 0, expected 0 <= low < high, or a high of 0 (linear scaling), got "
+          "low %g and high %g", low, high);
   // positions are computed in f64
   FAIL_IF(c->rope.position > 1ll << 52 || c->rope.position < -(1ll << 52), ENG_ERR_VALUE,
           "rope: expected a position within +-2^52, got %lld", (long long)c->rope.position);

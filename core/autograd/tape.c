@@ -132,9 +132,14 @@ eng_status eng_record_lua(int64_t id, const eng_tensor *x, int n_in, const eng_t
   }
   for (int k = 0; k < n_out; k++) {
     ENG_TRY(tensor_get(&call.out[k], &y[k]));
-    FAIL_IF(!call.out[k]->of_step || tape_holds(call.out[k]) || call.out[k]->requires_grad,
+    const tensor *result = call.out[k];
+    bool twice = false;
+    for (int l = 0; l < k; l++) twice |= result == call.out[l];
+    FAIL_IF(!result->of_step || tape_holds(result) || result->requires_grad || twice,
             ENG_ERR_GRADIENT, "custom: expected result %d of forward to be a new tensor of this "
-            "step that requires no gradient; hint: return x:contiguous() instead of x", k + 1);
+            "step, got %s, which %s; hint: x:contiguous() is new", k + 1, tensor_text(result),
+            !result->of_step ? "lives longer than the step" : twice ? "is also an earlier result" :
+            tape_holds(result) ? "an operation on the tape made" : "requires a gradient");
   }
   return wanted && !tape.off && !tape.frozen ? record(&call, id) : ENG_OK;
 }

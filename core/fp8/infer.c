@@ -300,9 +300,11 @@ static eng_status infer_mx_matmul(op_call *c, op_shape *s)
     FAIL_IF(q->dtype != ENG_u8 || scale->dtype != ENG_u8 || columns != K || K % (four ? 64 : 32) ||
             scale->ndim != 2 || scale->shape[1] != K / block ||
             (q->count && (scale->shape[0] == 0 || q->shape[0] % scale->shape[0])), ENG_ERR_SHAPE,
-            "mx_matmul: expected u8 codes of [M x K] and [N x K] with K a multiple of %d, and a "
-            "u8 scale for every %lld elements along K, got %s with scales %s as operand %s",
-            four ? 64 : 32, (long long)block, tensor_text(q), tensor_text(scale), k ? "b" : "a");
+            "mx_matmul: expected u8 codes of K elements a row, K the same in a and b and a "
+            "multiple of %d, and 2-D u8 scales, one for every %lld elements of a row, whose rows "
+            "divide those of the codes; got %s (K %lld, in a %lld) with scales %s as operand %s",
+            four ? 64 : 32, (long long)block, tensor_text(q), (long long)columns, (long long)K,
+            tensor_text(scale), k ? "b" : "a");
   }
   ENG_TRY(want_amax(c, 4));
   ENG_TRY(want_amax(c, 5));

@@ -328,6 +328,8 @@ static eng_status check_hadamard(const eng_fp8_recipe *recipe, int product)
   FAIL_IF(n != MX_EDEN_GROUP && (a->mx - 1 == ENG_MX_MS_EDEN || b->mx - 1 == ENG_MX_MS_EDEN),
           ENG_ERR_VALUE, "ms_eden needs hadamard = %d, got %d", MX_EDEN_GROUP, n);
   if (!n) return ENG_OK;
+  FAIL_IF(b->mx == ENG_FP8_SAME, ENG_ERR_VALUE, "expected hadamard to be 0, because %s has "
+          "backward = \"same\", got %d", fp8_role_name[roles[1]], n);
   FAIL_IF(forward && again && p->signs != ENG_FP8_SIGNS_NONE, ENG_ERR_VALUE,
           "if x and w have `backward`, their gradients pass through this product's Hadamard "
           "transform, which needs signs = \"none\", got number %d (ENG_FP8_SIGNS_*)", p->signs);

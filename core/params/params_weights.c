@@ -13,8 +13,9 @@
 eng_status params_alive(const eng_params *set)
 {
   FAIL_IF(!set, ENG_ERR_STATE, "expected a parameter set, got none");
-  return set->freed ? error_set(ENG_ERR_STATE, "these parameters were freed; hint: create a new "
-                                                     "optimizer") : ENG_OK;
+  FAIL_IF(set->freed, ENG_ERR_STATE, "the parameter set was freed, with its tensors; hint: make "
+          "the model again, and then its optimizer");
+  return ENG_OK;
 }
 
 eng_status params_index(const eng_params *set, int index)

@@ -64,8 +64,9 @@ static eng_status start(eng_history *history)
   pthread_cond_init(&history->wake, &clock);
   pthread_cond_init(&history->done, &clock);
   pthread_condattr_destroy(&clock);
-  FAIL_IF(pthread_create(&history->thread, NULL, history_writer_run, history) != 0, ENG_ERR_LIBRARY,
-          "history %s: cannot start the thread that writes its rows", history->path);
+  int code = pthread_create(&history->thread, NULL, history_writer_run, history);
+  FAIL_IF(code != 0, ENG_ERR_LIBRARY, "history %s: cannot start the thread that writes its rows: "
+          "%s; hint: ulimit -u limits the number of threads", history->path, strerror(code));
   enlist(history);
   return ENG_OK;
 }

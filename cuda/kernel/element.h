@@ -72,7 +72,7 @@ __device__ static inline void copy_element(void *to, int to_dtype, int64_t to_at
 __device__ static inline uint32_t word_of_element(const uint32_t (&word)[4], uint64_t i)
 { return i & 2 ? (i & 1 ? word[3] : word[2]) : (i & 1 ? word[1] : word[0]); }
 
-/// V elements that one access of up to 16 bytes loads or stores.
+/// V elements, aligned as a whole. One access loads or stores them if they have at most 16 bytes.
 template <typename T, int V> struct alignas(sizeof(T) * V) pack { T v[V]; };
 
 /// The exponential, the logarithm and a * b + c with one rounding, for kernel templates over float

@@ -10,7 +10,7 @@
 //
 // Tensor cores need operands that are contiguous along K, with sizes that are multiples of 16, and
 // scales in cuBLASLt's layout. Other operands (transposed, ragged edges) are first copied into
-// scratch memory, padded with zeros. Called through the device's table and by mx_product.cu.
+// scratch memory, padded with zeros. Called through the device's table.
 #include "runtime/device.h"
 #include "fp8_plain.h"
 #include "gemm/gemm_codes.h"

@@ -1,8 +1,8 @@
 // Captured steps as CUDA graphs: the work issued to the stream between begin and end becomes one
 // graph. Owns the host memory from which the graph copies to the card. A script's garbage collector
 // may ask to free device memory during a capture. To free it, the host must wait for the stream,
-// which a capture forbids. So this file frees that memory when the capture ends. Called through the
-// table (core/autograd/capture.c).
+// which a capture forbids. So this file frees that memory when the capture ends. Called by
+// device.cu, and through the table (core/autograd/capture.c).
 #include "device.h"
 #include "runtime.h"
 

@@ -32,8 +32,9 @@ void        cuda_stream_forget(void *mark);
 eng_status  cuda_stream_move(void *stream, void *to, const void *from, int64_t bytes,
                              copy_direction direction);
 // staging.c
-/// Copies to the card. Waits only for a free segment of pinned memory (see staging.c). The caller
-/// may reuse `from` as soon as this returns. Not during a capture.
+/// Copies to the card. Waits only if the next segment of pinned memory is still in use, or for the
+/// whole stream if the ring of segments grows (see staging.c). The caller may reuse `from` as soon
+/// as this returns. Not during a capture.
 eng_status  cuda_stage(void *to, const void *from, int64_t bytes);
 // wire.cu
 eng_status  cuda_wire_pack(void *stream, const wire_run *runs, int n, int64_t longest,

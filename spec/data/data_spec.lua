@@ -367,7 +367,8 @@ describe("data", function()
       "data.text: expected 0 <= from < to <= 1, got 0.5 and 0.5")
     refuses("data.text { text = 'abc', from = 'a' }",
       "data.text: expected 0 <= from < to <= 1, got 'a' and 1")
-    refuses("data.text { path = { 5 } }", "data.text: expected the path of a file, got 5")
+    refuses("data.text { path = { 5 } }",
+      "data.text: expected path to be the path of a file, got 5")
     refuses("data.text { path = {} }", "data.text: expected at least one file, got an empty list")
     refuses("data.text { path = 'a', text = 'abc' }", "data.text: expected path or text, got both")
     refuses("data.shapes { count = 1e9 }", "data.shapes: 1000000000 images of 32 x 32 are too " ..
@@ -380,9 +381,10 @@ describe("data", function()
       refuses("pairs(" .. loader .. "())", "a data loader cannot be called or looped over; " ..
         "hint: for i = 1, n do local batch = data:next() ... end")
     end
-    refuses("data.tokens {}", "data.tokens: expected the path of a file, got nothing")
-    refuses("data.csv {}", "data.csv: expected the path of a file, got nothing")
-    refuses("data.idx { labels = 'x' }", "data.idx: expected the path of a file, got nothing")
+    refuses("data.tokens {}", "data.tokens: expected path to be the path of a file, got nothing")
+    refuses("data.csv {}", "data.csv: expected path to be the path of a file, got nothing")
+    refuses("data.idx { labels = 'x' }",
+      "data.idx: expected images to be the path of a file, got nothing")
     refuses("data.tensors { x = 1, y = 2 }", "data.tensors: expected x to be a tensor, got 1")
     refuses("data.tensors { x = engine.zeros(2, 1), y = engine.zeros(3) }",
       "data.tensors: expected x and y to have the same number of rows, got 2 and 3")

@@ -370,7 +370,7 @@ describe("a module", function()
       { "nn.bert { vocab = 'all' }",
         "nn.bert: expected vocab to be a whole number of 1 or more, got 'all'" },
       { "gpt:generate({}, 5)",
-        "generate: expected a prompt of at least one token, got none" },
+        "generate: expected prompt 1 to have at least one token, got none" },
       { "gpt:generate({ 1 })",
         "generate: expected max_tokens to be a whole number of 0 or more, got nothing" },
       { "gpt:generate({ 1 }, 5, { temp = 0 })",

@@ -444,7 +444,8 @@ describe("the history", function()
     assert.matches("SNR of blocks.1.mlp.up layer:w, in dB   .*\nlowest SNR of the FP8 tensors",
       helper.run({ "plot", run, "--columns", "fp8.blocks.1.mlp.up layer:w.snr, fp8.snr" }).out)
     after "UPDATE fp8 SET snr = 'x' WHERE step = 6 AND role = 'w'"
-    helper.refuses("is damaged: expected a number in 'most', got a string", read, h, { "fp8.snr" })
+    helper.refuses("is damaged: expected the column 'most' of a query to be a number, got ", read,
+      h, { "fp8.snr" })
     h:close()
   end)
 

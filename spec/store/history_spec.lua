@@ -561,8 +561,8 @@ describe("a damaged history", function()
     end
     after("UPDATE blocks SET loss_min = 'x'")
     local h = history.open(dir)
-    fails("is damaged: expected a number in 'low1', got a string", curves.read, h, { "loss" },
-      { points = 1 })
+    fails("is damaged: expected the column 'low1' of a query to be a number, got ", curves.read, h,
+      { "loss" }, { points = 1 })
     h:close()
   end)
 
@@ -593,8 +593,8 @@ describe("a damaged history", function()
     local row = "('a', 4503599627370496, 1, 'skip', 0, NULL)"
     reads("DROP TABLE shadows; CREATE TABLE shadows(name TEXT, step INTEGER, scale REAL, action " ..
       "TEXT, failed INTEGER, reason TEXT); INSERT INTO shadows VALUES " ..
-      table.concat({ row, row, row }, ", "), "expected a number in 'skipped', got a cdata",
-      "shadows")
+      table.concat({ row, row, row }, ", "),
+      "expected the column 'skipped' of a query to be a number, got ", "shadows")
   end)
 
   local ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) " ..

@@ -88,7 +88,8 @@ describe("a mistake with tensors", function()
     { "engine.randint(5)", "randint: expected the upper bound to be a whole number, got nothing" },
     { "engine.randint(5, 1, 3)", "randint: expected low < high, got 5 and 1" },
     { "engine.zeros(2, { dtype = 'i64', requires_grad = true })",
-      "requires_grad: expected a floating-point tensor, got i64 [2]; hint: x:to(\"f32\")" },
+      "requires_grad: expected a tensor in f32, f64, f16 or bf16, got i64 [2]; hint: " ..
+      "x:to(\"f32\")" },
     { "engine.seed(-1)", "seed: expected a whole number from 0 to 2^53, got -1" },
     { "engine.threads('all')",
       "threads: expected a whole number from 0 to 4096 (0: no change), got 'all'" },

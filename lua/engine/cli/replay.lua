@@ -69,7 +69,7 @@ local function check_verify(given)
     options.fail_if(type(value) == "number"
       and not (value >= least and value < math.huge and (name == "tolerance" or value % 1 == 0)),
       "--%s: expected a %s of %d or more, got %g", name,
-      name == "tolerance" and "number" or "whole number", least, value)
+      name == "tolerance" and "finite number" or "whole number", least, value)
   end
 end
 

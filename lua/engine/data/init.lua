@@ -77,13 +77,14 @@ local function options_of(name, given, known)
   return o
 end
 
-local function want_path(path, what)
-  expect(type(path) == "string", path, "data.%s: expected the path of a %s", what,
-    what == "images" and "folder" or "file")
+-- what: the function of `data`. option: its option that holds the path, or nil for "path".
+local function want_path(path, what, option)
+  expect(type(path) == "string", path, "data.%s: expected %s to be the path of a %s", what,
+    option or "path", what == "images" and "folder" or "file")
 end
 
-local function map(path, what)
-  want_path(path, what)
+local function map(path, what, option)
+  want_path(path, what, option)
   return files.map(path)
 end
 
@@ -408,7 +409,7 @@ end
 -- ------------------------------------------------------------------ idx images (MNIST's format)
 
 local function idx(path, what, ndim)
-  local keep = map(path, "idx")
+  local keep = map(path, "idx", what)
   local bytes, size = ffi.cast("const uint8_t *", keep.data), tonumber(keep.size)
   if size < 4 + 4 * ndim or bytes[0] ~= 0 or bytes[1] ~= 0 or bytes[2] ~= 8 or bytes[3] ~= ndim then
     local zipped = size > 1 and bytes[0] == 31 and bytes[1] == 139

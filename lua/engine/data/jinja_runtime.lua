@@ -280,7 +280,9 @@ end
 
 local function contains(a, x)
   if type(x) == "string" then
-    if type(a) ~= "string" then fail("expected a text before `in` and a text, got %s", kind(a)) end
+    if type(a) ~= "string" then
+      fail("the right side of `in` is a text, so expected a text on its left, got %s", kind(a))
+    end
     spend_search(x, a)
     return x:find(a, 1, true) ~= nil
   end

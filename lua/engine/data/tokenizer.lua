@@ -131,9 +131,10 @@ local ADDED = { lstrip = C.ENG_ADDED_LSTRIP, rstrip = C.ENG_ADDED_RSTRIP,
 local function build_added(data, handle, to, core)
   local special = {}
   for i, token in ipairs(field(to, data, "added_tokens", "table", {})) do
-    if type(token) ~= "table" or type(token.content) ~= "string" then
-      to.fail("expected token %d to be an object with a text 'content', got %s", i,
-        value_text(token))
+    if type(token) ~= "table" then to.fail("expected entry %d to be an object, got %s", i,
+      value_text(token)) end
+    if type(token.content) ~= "string" then
+      to.fail("entry %d: expected 'content' to be a string, got %s", i, value_text(token.content))
     end
     local text = token.content
     local id, flags = whole(to.fail, token.id, "id of '" .. text .. "'"), 0

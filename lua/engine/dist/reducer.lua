@@ -247,9 +247,9 @@ function Reducer:begin()
   skip(self.trainer.data, self.rank * self.trainer.accumulate)
 end
 
--- Updates self.drawn, the most random numbers that one micro-batch of this rank has drawn in this
--- step. Called before each micro-batch and after the last one. `first` is true in the call before
--- the first micro-batch.
+-- Updates self.drawn, the most Philox blocks that one micro-batch of this rank has drawn in this
+-- step. Called before each micro-batch and after the last one, unless the step has only one
+-- micro-batch over all ranks. `first` is true in the call before the first micro-batch.
 local function note_drawn(self, s, first)
   self.drawn = first and 0
     or math.max(self.drawn, tonumber(random.place().counter - s.place.counter))
@@ -303,7 +303,7 @@ function Reducer:share_norms(norm, norms, n)
 end
 
 -- Sets the position in the stream of random numbers to the position at the start of the step plus
--- `drawn`, the most numbers that a micro-batch has drawn.
+-- `drawn`, the most Philox blocks that a micro-batch has drawn.
 local function continue_numbers(s, drawn)
   random.go { seed = s.place.seed, counter = s.place.counter + drawn }
 end

@@ -139,8 +139,8 @@ function Experts:outputs(rows, counts, experts)
   local format = ffi.new("int64_t[1]", at > 0 and M_ffi.dtype[output.dtype] or -1)
   check(C.eng_comm_all_reduce(self.group.comm, format, 1, M_ffi.dtype.i64, C.ENG_MAX))
   output = output:to(M_ffi.dtype_name[tonumber(format[0])])
-  -- Every rank must also run the backward exchange. Without rows, no input of the exchange is on
-  -- the tape, so one of the experts' parameters becomes an input.
+  -- Every rank must also run the backward exchange. If this rank received no rows, `output` may
+  -- require no gradient, so one parameter of the experts is always a further input.
   local anchor
   for _, p in ipairs(experts:parameters()) do
     if not anchor and arguments.info(p.tensor).requires_grad ~= 0 then anchor = p.tensor end

@@ -13,7 +13,7 @@ local padding = require "engine.nn.padding"
 local tensor = require "engine.tensor.tensor"
 local within = require "engine.base.within"
 
-local C, expect, raise, raise_if, want_whole = M_ffi.C, M_ffi.expect, M_ffi.raise, M_ffi.raise_if,
+local C, expect, raise_if, want_whole = M_ffi.C, M_ffi.expect, M_ffi.raise_if,
   arguments.want_whole
 
 -- ------------------------------------------------------------------ the cache
@@ -190,8 +190,10 @@ local function rows_of(tokens)
     expect(type(row) == "table", row, "generate: expected a prompt to be a list of tokens, such " ..
       "as tokenizer:encode(text) or ids:totable()")
     arguments.want_list(row, "generate", "the tokens", "{ 1, 2, 3 }")
-    if #row == 0 then raise("generate: expected a prompt of at least one token, got none") end
-    for _, id in ipairs(row) do want_whole(id, "generate", "a token", 0) end
+    raise_if(#row == 0, "generate: expected prompt %d to have at least one token, got none", i)
+    for k, id in ipairs(row) do
+      want_whole(id, "generate", ("token %d of prompt %d"):format(k, i), 0)
+    end
   end
   return list
 end

@@ -24,8 +24,8 @@ local TENSOR = "points from to width"
 
 local MOST_PIXELS = 20000
 
--- Raises an error unless the options are valid for a picture. Returns them. name: the method that
--- takes them, for messages.
+-- Checks the options that all pictures take: sizes, from, to, log and title. Raises an error if one
+-- is invalid. Returns the options. name: the method that takes them, for messages.
 local function check(options, name)
   plot.check_sizes(options, name, (options.svg or options.png) and MOST_PIXELS)
   for _, bound in ipairs { "from", "to" } do

@@ -272,7 +272,8 @@ local function expect(h, row, fields, optional)
   for _, name in ipairs(fields) do
     local value = row[name]
     fail_if(type(value) ~= "number" and not (optional and value == nil),
-      "history %s is damaged: expected a number in '%s', got a %s", h.path, name, type(value))
+      "history %s is damaged: expected the column '%s' of a query to be a number, got %s", h.path,
+      name, M_ffi.value_text(value))
   end
   return row
 end

@@ -136,8 +136,12 @@ local function parameter_list(name, model)
   local trainable = {}
   for i, p in ipairs(list) do
     if tensor.is_tensor(p) then p = { tensor = p } end
-    expect(type(p) == "table" and tensor.is_tensor(p.tensor), p,
-      "optim.%s: expected entry %d of the list to be a tensor or { name =, tensor = }", name, i)
+    local given = type(p) == "table"
+    expect(given and tensor.is_tensor(p.tensor), given and p.tensor or p, "optim.%s: expected " ..
+      "%sentry %d of the list to be a tensor%s", name, given and "the field `tensor` of " or "", i,
+      given and "" or " or { name =, tensor = }")
+    expect(p.name == nil or type(p.name) == "string", p.name,
+      "optim.%s: expected the name of entry %d of the list to be text", name, i)
     if not p.name then p = arguments.merged(p, { name = "p" .. i }) end
     if M.requires_grad(p.tensor) then trainable[#trainable + 1] = p end
   end

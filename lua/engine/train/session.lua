@@ -249,10 +249,11 @@ local function next_turn(self)
   return self.turn
 end
 
---- for turn in s:turns(n) do ... end: makes up to n turns, counted from 1. A resumed run goes on
---- after the turns of its checkpoint. Each turn begins with empty gradients. The loop ends early
---- when the policy, an attached client, s:stop() or one of the options on_lost and on_policy_error
---- ends it, or on Ctrl-C. After `break`, call s:close().
+--- for turn in s:turns(n) do ... end: makes turns until the session has made n in all. Turns count
+--- from 1; a later call, or a resumed run, goes on after the turns made before. Each turn begins
+--- with empty gradients. The loop ends early when the policy, an attached client or s:stop() ends
+--- it, when the run is lost (on_lost), when the policy fails (on_policy_error, or in each of its
+--- first 20 steps), or on Ctrl-C. After `break`, call s:close().
 function Session:turns(n)
   arguments.want_whole(n, "session:turns", "the number of turns", 0)
   self.most, self.summary = n, nil
