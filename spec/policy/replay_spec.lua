@@ -106,6 +106,31 @@ describe("engine replay", function()
     assert.are.same({ 8, 8 }, object.policies[2].scales)
   end)
 
+  it("leaves out the policies that a run or a string cannot replay, and says why", function()
+    helper.job { text = text, precision = "fp16", steps = 4, run = folder .. "/half" }:run()
+    local words = { "sqrt3", "static", "fp8_lm", "dynamic" }
+    for trace, why in pairs { ["4. x"] = "expected a run, because a string",
+      [folder .. "/half"] = "and [^\n]+ has no record of such layers: its precision is fp16" } do
+      local command = { "replay", trace }
+      for i, name in ipairs(words) do command[i + 2] = "policies/" .. name .. ".lua" end
+      local result = helper.run(command)
+      assert.are.equal(0, result.code, result.err)
+      assert.matches("^engine replay: left out: sqrt3, fp8_lm %(each works on FP8 layers[,;] " ..
+        why .. "[^\n]*%)\n$", result.err)
+      assert.matches("\nstatic .*\ndynamic ", result.out)
+      command[#command + 1] = "--json"
+      assert.are.equal(2, #json.decode(helper.run(command).out).policies)
+    end
+    -- an error, if no policy remains or a policy does not load
+    for why, last in pairs { ["policy sqrt3 works on FP8 layers;"] = "fp8_lm",
+      ["there is no policy 'dynamics'"] = "dynamics" } do
+      local result = helper.run { "replay", "4.", "--policy", "sqrt3", "--policy", last }
+      assert.are.equal(1, result.code)
+      assert.are.equal("", result.out)
+      assert.matches("^engine replay: " .. why .. "[^\n]*\n$", result.err)
+    end
+  end)
+
   it("reports a user's mistake in one line", function()
     local function told(pattern, ...)
       local result = helper.run { "replay", ... }

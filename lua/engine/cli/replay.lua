@@ -18,7 +18,8 @@ outcomes: . is a good step, x an overflow, and a number repeats the symbol after
   engine replay runs/a --policy megatron --verify --steps 200
 
 FILE is a policy file, the name of a policy that comes with the engine (engine policies lists them),
-or a DeepSpeed JSON. name=value sets an option of the policy before it.
+or a DeepSpeed JSON. name=value sets an option of the policy before it. Of several policies, those
+that TRACE cannot replay are left out, and stderr says why.
 
 On a run, the replay computes which steps overflow at a policy's own scale, from each step's largest
 fp16 gradient and exponent histogram. A verdict is exact if these statistics determine it and all
@@ -73,6 +74,33 @@ local function check_verify(given)
   end
 end
 
+-- Replays policies, a list of { source, options }, on a trace. Returns the results, and a note for
+-- each reason why policies are left out. Raises an error if no policy can be replayed, or if one
+-- cannot be loaded, which is a mistake in the command.
+local function replay_all(trace, policies)
+  local replay = require "engine.run.replay"
+  local loaded, results, reasons, names, first = {}, {}, {}, {}, nil
+  for i, p in ipairs(policies) do loaded[i] = replay.load(p.source, p.options) end
+  for _, policy in ipairs(loaded) do
+    local good, result = pcall(replay.run, trace, policy)
+    if good then results[#results + 1] = result
+    else
+      first = first or result
+      local own = ("policy %s "):format(policy.name)
+      local reason = result:sub(1, #own) == own and result:sub(#own + 1) or result
+      if not names[reason] then reasons[#reasons + 1], names[reason] = reason, {} end
+      table.insert(names[reason], policy.name)
+    end
+  end
+  if #results == 0 then error(first, 0) end
+  for i, reason in ipairs(reasons) do
+    local list = names[reason]
+    reasons[i] = ("left out: %s (%s%s)"):format(table.concat(list, ", "),
+      #list > 1 and "each " or "", reason)
+  end
+  return results, reasons
+end
+
 local function main(given)
   options.fail_if(#given.policies == 0, "expected --policy FILE; `engine policies` lists the " ..
     "policies")
@@ -80,8 +108,8 @@ local function main(given)
   if given.verify then return require("engine.cli.replay_verify").main(given) end
   local replay = require "engine.run.replay"
   local trace = replay.trace(given.words[1])
-  local results = {}
-  for i, p in ipairs(given.policies) do results[i] = replay.run(trace, p.source, p.options) end
+  local results, notes = replay_all(trace, given.policies)
+  options.note("replay", notes)
   if given.json then return print(replay.json(results)) end
   print(replay.table(results))
   for _, r in ipairs(results) do

@@ -33,6 +33,12 @@ local function recovery(scales, initial)
   return times > 0 and sum / times or nil, open and 1 or 0
 end
 
+--- Loads a policy of either kind to replay it (source and options as in engine.policy.load).
+function M.load(source, options)
+  local loaded, policy = pcall(require("engine.policy.policy").load, source, options, "any")
+  return loaded and policy or error(policy, 0)
+end
+
 --- Replays a policy (a name, a path, or a policy; options as in engine.policy.load) on a trace.
 --- look: nil, or { before = function(i, policy), after = function(i, record, verdict, mark) }, two
 --- functions that are called around the decision on step i (from 1); mark is marks[i]. Returns
@@ -71,8 +77,7 @@ end
 function M.run(trace, source, options, look)
   M_ffi.expect(type(trace) == "table" and trace.at, trace,
     "replay.run: expected a trace, such as engine.replay.trace(\"runs/a\")")
-  local loaded, policy = pcall(require("engine.policy.policy").load, source, options, "any")
-  if not loaded then error(policy, 0) end
+  local policy = M.load(source, options)
   if policy.fp8 and not look then return replay_fp8.run(trace, policy) end
   fail_if(policy.fp8, "policy %s works on FP8 layers, and --verify compares loss scales; hint: " ..
     "try it as a shadow of a live run (shadow=%s)", policy.name, policy.name)
