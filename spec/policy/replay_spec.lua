@@ -232,6 +232,27 @@ describe("a replayed run", function()
       fails(require("engine.run.verify").plan, path, "replayed", nil, {}), 1, true)
   end)
 
+  it("of a class of its script: another process says that it cannot replay the class", function()
+    engine.register_loss_scaler("own_class", { update = function() end,
+      get_scale = function() return 256 end })
+    record("own_class", nil, folder .. "/class", 4)
+    local function replayed(...)
+      return helper.run { "replay", folder .. "/class", "--policy", "own_class", ... }
+    end
+    local why = "is a class that the script of [^\n]+/class registered, and a class of a script " ..
+      "cannot be replayed here; hint: [^\n]+"
+    for _, words in ipairs { {}, { "--verify" }, { "init=3" } } do
+      local result = replayed(unpack(words))
+      assert.are.equal(1, result.code)
+      assert.matches("^engine replay: policy own_class " .. why .. "\n$", result.err)
+    end
+    local result = replayed("--policy", "static")
+    assert.are.equal(0, result.code)
+    assert.matches("^engine replay: left out: own_class %(" .. why .. "%)\n$", result.err)
+    assert.matches("there is no policy 'own_clas'", helper.run({ "replay", folder .. "/class",
+      "--policy", "own_clas" }).err, 1, true)
+  end)
+
   it("of mode=lagged reproduces its own policy's decisions exactly, too", function()
     local function lagged(options)
       helper.job({ text = text, context = 8, width = 16, layers = 1, batch = 2,

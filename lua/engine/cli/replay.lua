@@ -79,17 +79,19 @@ end
 -- cannot be loaded, which is a mistake in the command.
 local function replay_all(trace, policies)
   local replay = require "engine.run.replay"
-  local loaded, results, reasons, names, first = {}, {}, {}, {}, nil
-  for i, p in ipairs(policies) do loaded[i] = replay.load(p.source, p.options) end
-  for _, policy in ipairs(loaded) do
-    local good, result = pcall(replay.run, trace, policy)
+  local results, reasons, names, first = {}, {}, {}, nil
+  for _, p in ipairs(policies) do
+    local policy, result = replay.load(trace, p.source, p.options)
+    local good = false
+    if policy then good, result = pcall(replay.run, trace, policy) end
     if good then results[#results + 1] = result
     else
       first = first or result
-      local own = ("policy %s "):format(policy.name)
+      local name = policy and policy.name or p.source
+      local own = ("policy %s "):format(name)
       local reason = result:sub(1, #own) == own and result:sub(#own + 1) or result
       if not names[reason] then reasons[#reasons + 1], names[reason] = reason, {} end
-      table.insert(names[reason], policy.name)
+      table.insert(names[reason], name)
     end
   end
   if #results == 0 then error(first, 0) end

@@ -33,10 +33,30 @@ local function recovery(scales, initial)
   return times > 0 and sum / times or nil, open and 1 or 0
 end
 
---- Loads a policy of either kind to replay it (source and options as in engine.policy.load).
-function M.load(source, options)
-  local loaded, policy = pcall(require("engine.policy.policy").load, source, options, "any")
-  return loaded and policy or error(policy, 0)
+-- Returns whether the run of a trace trained under a class of its own script with this name: then
+-- the history has the policy's name, but no source.
+local function is_class_of_script(trace, name)
+  return trace.names and require("engine.run.history").with(trace.name, function(h)
+    for _, policy in ipairs(h:policies()) do
+      if policy.name == name then return false end
+    end
+    return h:meta().policy == name
+  end)
+end
+
+--- Loads a policy of either kind to replay it on a trace (source and options as in
+--- engine.policy.load). Returns nil and the reason for a class of the script that made the run.
+function M.load(trace, source, options)
+  local policies = require "engine.policy.policy"
+  local loaded, policy = pcall(policies.load, source, options, "any")
+  if loaded then return policy end
+  local name = type(source) == "string" and source:gsub(":.*", "")
+  if name and not policies.classes[name] and is_class_of_script(trace, name) then
+    return nil, ("policy %s is a class that the script of %s registered, and a class of a " ..
+      "script cannot be replayed here; hint: call engine.replay.run in a script that registers " ..
+      "the class, or write the class as a policy file"):format(name, trace.name)
+  end
+  error(policy, 0)
 end
 
 --- Replays a policy (a name, a path, or a policy; options as in engine.policy.load) on a trace.
@@ -77,7 +97,8 @@ end
 function M.run(trace, source, options, look)
   M_ffi.expect(type(trace) == "table" and trace.at, trace,
     "replay.run: expected a trace, such as engine.replay.trace(\"runs/a\")")
-  local policy = M.load(source, options)
+  local policy, why = M.load(trace, source, options)
+  if not policy then error(why, 0) end
   if policy.fp8 and not look then return replay_fp8.run(trace, policy) end
   fail_if(policy.fp8, "policy %s works on FP8 layers, and --verify compares loss scales; hint: " ..
     "try it as a shadow of a live run (shadow=%s)", policy.name, policy.name)
