@@ -128,6 +128,18 @@ describe("engine replay --verify", function()
     end
   end)
 
+  it("hints at --from only if a checkpoint brings the live run closer", function()
+    made("apart", "every=20 policy=static:loss_scale=2^10")
+    made("whole", "policy=static:loss_scale=2^10")
+    local policy = " --policy dynamic init_scale=2^10 growth_interval=30 --steps 5"
+    local hint = "the replay equals the run before step 30; hint: --steps 40 or more%s, to verify "
+    assert.matches(hint:format ", or --from 30", verified("apart", policy .. " --from 0").notes[1],
+      1, true)
+    for _, from in ipairs { "", " --from 0", " --from 30" } do
+      assert.matches(hint:format "", verified("whole", policy .. from).notes[1], 1, true)
+    end
+  end)
+
   it("says what has changed: the script, a setting", function()
     made "changed"
     helper.write(folder .. "/job.lua", (JOB:gsub("lr = 1e%-3", "lr = 2e-3")))

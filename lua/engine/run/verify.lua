@@ -193,9 +193,10 @@ function M.plan(path, source, options, wish, run)
   fail_if(not policy.source, "policy %s is a class of a script; expected the name or the file " ..
     "of a policy, which a live run can load", policy.name)
   if open and rows[open].step > part[#part].step then
-    notes[#notes + 1] = ("the replay equals the run before step %d; hint: --steps %d or more, " ..
-      "or --from %d, to verify later steps"):format(rows[open].step, open - first + 10,
-      rows[open].step)
+    local closer = start_of(path, trace, open) > first     -- than the checkpoint for wish.from
+    notes[#notes + 1] = ("the replay equals the run before step %d; hint: --steps %d or more%s, " ..
+      "to verify later steps"):format(rows[open].step, open - first + 10,
+      closer and (", or --from %d"):format(rows[open].step) or "")
   end
   return { rows = part, result = result, from = part[1].step, to = part[#part].step + 1,
     open = open and rows[open].step, checkpoint = from, notes = notes, meta = meta,
