@@ -654,6 +654,23 @@ describe("a replay of a policy of FP8 layers", function()
   end)
 end)
 
+describe("a checkpoint's options of an FP8 policy", function()
+  it("that differ from those of a resume are named, and only those", function()
+    local function trainer(options, resume)
+      return helper.job { text = TEXT, layers = 1, steps = 2, run = folder .. "/run",
+        resume = resume, precision = { name = "mine", base = "nvfp4",
+        fp8 = { sample = 1, policy = "layer_ladder:snr=17" .. options } } }
+    end
+    trainer("", nil):run()
+    for options, line in pairs { [""] = false,
+      [",pause=3"] = "options of policy layer_ladder: pause=3, was 200" } do
+      local files = trainer(options, "auto").run_files
+      assert.equal(line or nil, table.concat(files.notes, "\n"):match "options of policy[^\n]*")
+      files:close()
+    end
+  end)
+end)
+
 describe("a checkpoint's state of an FP8 policy", function()
   local START = 'return { name = "mine", kind = "fp8", init = function() return { scale = 1 } end, '
   local OLD = START .. "decide = function(s) s.n = (s.n or 0) + 1 return 1 end }"

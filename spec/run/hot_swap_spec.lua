@@ -421,6 +421,29 @@ describe("a checkpoint", function()
     assert.equal(whole, first:gsub("\n%d+ULL$", "") .. "\n" .. second)
   end)
 
+  it("names options that are not those of its policy, which may come from a swap", function()
+    local function every(n) return "dynamic:growth_interval=" .. n end
+    for name, case in pairs { plain = {}, swapped = { swap = true, was = 9 },
+      undone = { swap = true, undo = true } } do
+      local run, was = folder .. "/options-" .. name, case.was or 5
+      trace({ steps = 6, run = run, policy = every(5) }, function(t, step)
+        if step == 2 and case.swap then assert(t.policy:swap(every(9))) end
+        if step == 4 and case.undo then assert(t.policy:undo()) end
+      end)
+      -- the same request as before brings no line, whichever policy the run has
+      for n, line in pairs { [5] = false, [was] = false,
+        [50] = "options of policy dynamic: growth_interval=50, was " .. was } do
+        local trainer = job { steps = 7, run = run, resume = "auto", policy = every(n) }
+        local notes = table.concat(trainer.run_files.notes, "\n")
+        assert.equal(line or nil, notes:match "options of policy[^\n]*", name .. n)
+        trainer.run_files:close()
+      end
+      job { steps = 7, run = run, resume = "auto", policy = every(50) }:run()
+      local list = events("policy", run)
+      assert.matches("growth_interval=50", list[#list].text, 1, true)
+    end
+  end)
+
   it("resumes with a policy given as source that replaced another such policy", function()
     local function inline(scale) return { source = ([[return { options = { init_scale = %d },
       decide = function() return %d end }]]):format(scale, scale) } end

@@ -54,6 +54,7 @@ function M.state_of(trainer, user)
     optimizer = { name = optimizer.name, updates = optimizer.updates },
     update_norms = trainer.norms:state(), fp8 = fp8,
     policy = { name = policy.name, file = policy.file, hash = policy.hash and policy:hash(),
+      options = not policy.is_class and policy.options or nil,
       state = policy:save(), swapped = trainer.swaps:state(1) },
     last_verdict = trainer.delay == 1 and last and { clip = last.clip, lr_mul = last.lr_mul }
       or nil,
@@ -131,6 +132,20 @@ local function regain(seat, saved)
     or "cannot take over the saved state: " .. tostring(why))
 end
 
+-- Returns a line about the options in which a policy differs from `saved`, the checkpoint's policy
+-- of the same name; or nil. Older checkpoints, and those of a class, have no options.
+local function changed_options(policy, saved)
+  local changes = {}
+  for _, name in ipairs(saved.options and policy.option_names or {}) do
+    local is, was = policy.options[name], saved.options[name]
+    if was ~= nil and is ~= was and (is == is or was == was) then
+      changes[#changes + 1] = ("%s=%s, was %s"):format(name, show.value(is), show.value(was))
+    end
+  end
+  return #changes > 0 and ("options of policy %s: %s"):format(policy.name,
+    table.concat(changes, "; ")) or nil
+end
+
 -- Returns the part of a checkpoint's state that belongs to the policy in seat i, and the name of
 -- this part; or nil.
 local function saved_policy(state, i)
@@ -157,6 +172,7 @@ local function take_policies(trainer, c, notes)
     local what = policy.fp8 and "FP8 policy" or "policy"
     if saved and saved.name == policy.name then
       notes[#notes + 1] = owned(c, field .. ".state", regain, entry.seat, saved)
+      notes[#notes + 1] = changed_options(policy, saved)
     elseif saved then
       local old, was, took, why = nil, saved.name, false, nil
       if same then old, was, why = saved_policy_of(entry.seat, saved) end

@@ -38,6 +38,7 @@ local dtype = rule("the name of a dtype", function(x) return M_ffi.dtype[x] ~= n
 -- A policy in a seat (swap.lua). `state` belongs to the policy. old: the policy that may return.
 local policy = record {
   name = text, state = text, file = optional(text), hash = optional(text),
+  options = optional(map(any)),
   swapped = optional(record {
     asked = record { name = text, file = optional(text), hash = optional(text),
       options = optional(text) },

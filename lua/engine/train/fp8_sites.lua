@@ -453,7 +453,7 @@ function Sites:state()
   for i, seat in ipairs(self.seats) do
     local policy = seat.policy
     list[i] = { name = policy.name, file = policy.file, hash = policy:hash(),
-      state = policy:save() }
+      options = policy.options, state = policy:save() }
   end
   return { policies = list, held = self.averages.held }
 end
