@@ -114,6 +114,49 @@ describe("deepspeed.initialize", function()
     assert.same({ "accumulate", "accumulate", "step" }, actions)
   end)
 
+  -- A script that trains with accumulation of two micro-batches until `stop_at`, where a signal or
+  -- the option steps ends the run. `head`: the head of its loop.
+  local function ended(head, more)
+    return helper.run({ helper.write(folder .. "/job.lua", ([[
+      local engine, ffi = require "engine", require "ffi"
+      ffi.cdef "int raise(int);"
+      local ds = engine.deepspeed.initialize { model = engine.nn.linear(2, 2), log = "quiet",
+        config = { optimizer = { type = "Adam" }, gradient_accumulation_steps = 2 }%s }
+      local passes = 0
+      for %s do
+        passes = passes + 1
+        if passes == 5 then ffi.C.raise(%d) end
+        ds:backward(ds(engine.ones(2, 2)):mean())
+        ds:step()
+        io.write(step, " ")
+      end
+      print("after", ds:close().stopped)]]):format(more or "", head, more and 0 or 2)) })
+  end
+
+  it("ends the loop of turns() with the run", function()
+    local result = ended("step in ds:turns()")
+    assert.same({ 130, "1 1 2 2 3 3 after\tinterrupted\n" }, { result.code, result.out })
+    result = ended("step in ds:turns()", ", steps = 3")
+    assert.same({ 0, "1 1 2 2 3 3 after\tnil\n" }, { result.code, result.out })
+    local ds = engine.deepspeed.initialize { model = model_of(), log = "quiet",
+      config = { optimizer = { type = "Adam" } } }
+    helper.refuses("expected turns() without a number, got 9; hint: the option steps", ds.turns,
+      ds, 9)
+    ds:close()
+    assert.is_nil(ds:turns()())
+  end)
+
+  it("gives a script that goes on after a stopped run the run's exit status", function()
+    local result = ended("step = 1, 50")
+    assert.equal(130, result.code)
+    assert.matches("deepspeed: the run has ended: interrupted; hint: `for step in " ..
+      "model_engine:turns() do` ends with it\n", result.err, 1, true)
+    result = ended("step = 1, 50", ", steps = 3")          -- print("after") is missing
+    assert.equal(1, result.code)
+    assert.matches("deepspeed: the run has ended after 3 steps; hint: `for step in " ..
+      "model_engine:turns() do` ends with it, or raise the option steps\n", result.err, 1, true)
+  end)
+
   it("shows no total without a number of steps", function()
     local out = helper.run({ helper.write(folder .. "/job.lua", [[
       local engine = require "engine"

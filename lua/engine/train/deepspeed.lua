@@ -1,7 +1,8 @@
 -- Implements engine.deepspeed.initialize: a training loop with DeepSpeed's interface, over
 -- engine.session.
---   local model_engine = engine.deepspeed.initialize { model = model, config = "ds_config.json" }
---   for step = 1, 100 do
+--   local model_engine = engine.deepspeed.initialize { model = model, config = "ds_config.json",
+--     steps = 100 }
+--   for step in model_engine:turns() do
 --     local loss = engine.mse(model_engine(x), y)
 --     model_engine:backward(loss)
 --     print(model_engine:step().loss)
@@ -20,6 +21,9 @@ local show = require "engine.base.show"
 
 local expect, raise, raise_if = M_ffi.expect, M_ffi.raise, M_ffi.raise_if
 local set_of = arguments.set_of
+
+-- false if another LuaJIT runs the script: then there is no binary whose exit status could be set
+local hosted, host = pcall(require, "engine.host")
 
 local M = {}
 
@@ -121,11 +125,11 @@ local PASSED = "run resume restart_data checkpoint_every log data state"   -- op
 --- restart_data, checkpoint_every, log, data and state. Returns an engine and its optimizer.
 --- engine(...) calls the model in the configured precision. engine:backward(loss) runs the backward
 --- pass. engine:step() returns what session:step returns, with action "accumulate" between updates.
---- engine:close() ends the run. The engine runs on one rank only. A `scheduler` is refused, because
---- the loop assigns optimizer.lr. The blocks fp16 and bf16 need `"enabled": true`. In fp16,
---- zero_optimization.stage chooses the policy: deepspeed_fused for stage 0, the default, and
---- deepspeed for other stages. A line of output names the keys of the configuration that have no
---- effect.
+--- A loop `for step in engine:turns() do` ends when the run does. engine:close() ends the run. The
+--- engine runs on one rank only. A `scheduler` is refused, because the loop assigns optimizer.lr.
+--- The blocks fp16 and bf16 need `"enabled": true`. In fp16, zero_optimization.stage chooses the
+--- policy: deepspeed_fused for stage 0, the default, and deepspeed for other stages. A line of
+--- output names the keys of the configuration that have no effect.
 function M.initialize(given)
   local o = tensor.read_named(given, "deepspeed.initialize",
     "model config optimizer policy steps " .. PASSED)
@@ -162,8 +166,8 @@ function M.initialize(given)
   if every > 1 then opt:accumulates(true) end
   local self = setmetatable({ model = o.model, optimizer = opt, every = every, micro = 0,
     session = session.new(options) }, Engine)
-  self.turns = self.session:turns(o.steps or 2 ^ 53)
-  self.turns()
+  self.next_turn = self.session:turns(o.steps or 2 ^ 53)
+  self.next_turn()
   for _, key in ipairs(off) do
     self.session:note(('deepspeed: the block %s is off; hint: "enabled": true (by default false)')
       :format(key))
@@ -175,31 +179,49 @@ function M.initialize(given)
   return self, opt
 end
 
+--- for step in engine:turns() do ... end: each pass of the loop is one micro-batch, and `step` is
+--- the number of its step, counted from 1. A resumed run goes on after the steps of its checkpoint.
+--- The loop ends after the option `steps`, or early as that of session:turns, for instance on
+--- Ctrl-C. After `break`, call engine:close().
+function Engine:turns(n)
+  raise_if(n ~= nil, "deepspeed: expected turns() without a number, got %s; hint: the option " ..
+    "steps of initialize", M_ffi.value_text(n))
+  return function() return self.session.current and self.session.turn or nil end
+end
+
+-- Returns the session. Raises an error if the run has ended. If the run's status is not 0, a script
+-- that fails with this error exits with that status. After a finished run it exits with 1, because
+-- the rest of the script did not run.
+local function running(self)
+  if self.session.current then return self.session end
+  local summary = self.session:close()
+  if hosted and summary.status ~= 0 then host.ended_by_run() end
+  local stopped = summary.stopped
+  raise("deepspeed: the run has ended%s; hint: `for step in model_engine:turns() do` ends with " ..
+    "it%s", stopped and ": " .. stopped or " after " .. show.counted(summary.steps, "step"),
+    stopped and "" or ", or raise the option steps")
+end
+
 --- Returns the model's results for these inputs, in the configured precision.
 function Engine:__call(...)
-  if not self.session.current then
-    local stopped = self.session:close().stopped
-    raise("deepspeed: the run has ended%s", stopped and ": " .. stopped
-      or (" after %s; hint: end the loop there, or raise the option steps"):format(
-      show.counted(self.session.most, "step")))
-  end
-  return self.session:autocast(self.model, ...)
+  return running(self):autocast(self.model, ...)
 end
 
 --- Runs the backward pass of loss / gradient_accumulation_steps, seeded with the loss scale.
 function Engine:backward(loss)
-  self.session:backward(self.every > 1 and tensor.is_tensor(loss) and loss / self.every or loss)
+  running(self):backward(self.every > 1 and tensor.is_tensor(loss) and loss / self.every or loss)
 end
 
 --- Ends a micro-batch. After the last micro-batch of a step, makes or skips the update, frees the
 --- step's tensors and returns what session:step returns. After any other micro-batch, returns
 --- { skipped = false, action = "accumulate" }.
 function Engine:step()
+  running(self)
   self.micro = self.micro + 1
   if self.micro < self.every then return { skipped = false, action = "accumulate" } end
   self.micro = 0
   local result = self.session:step(self.optimizer)
-  self.turns()                                             -- closes this turn, opens the next
+  self.next_turn()                                         -- closes this turn, opens the next
   return result
 end
 
