@@ -231,6 +231,11 @@ describe("deepspeed.initialize", function()
       { optimizer = adam, train_batch_size = 0 })
     refused("expected fp16 to be an object, got true", { optimizer = adam, fp16 = true })
     refused("expected bf16 to be an object, got 'auto'", { optimizer = adam, bf16 = "auto" })
+    local on = { enabled = true }
+    for _, key in ipairs { "bf16", "bfloat16" } do
+      refused("deepspeed: expected fp16 or bf16 to be enabled, got both; hint: \"enabled\": false",
+        { optimizer = adam, fp16 = on, [key] = on })
+    end
     refused("has no key 'hysteresys'", { optimizer = adam, fp16 = { enabled = true,
       hysteresys = 1 } })
     refused("expected fp16.enabled to be true or false, got 1", { optimizer = adam,

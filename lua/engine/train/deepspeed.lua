@@ -127,9 +127,10 @@ local PASSED = "run resume restart_data checkpoint_every log data state"   -- op
 --- pass. engine:step() returns what session:step returns, with action "accumulate" between updates.
 --- A loop `for step in engine:turns() do` ends when the run does. engine:close() ends the run. The
 --- engine runs on one rank only. A `scheduler` is refused, because the loop assigns optimizer.lr.
---- The blocks fp16 and bf16 need `"enabled": true`. In fp16, zero_optimization.stage chooses the
---- policy: deepspeed_fused for stage 0, the default, and deepspeed for other stages. A line of
---- output names the keys of the configuration that have no effect.
+--- The blocks fp16 and bf16 need `"enabled": true`, which only one of them may have. In fp16,
+--- zero_optimization.stage chooses the policy: deepspeed_fused for stage 0, the default, and
+--- deepspeed for other stages. A line of output names the keys of the configuration that have no
+--- effect.
 function M.initialize(given)
   local o = tensor.read_named(given, "deepspeed.initialize",
     "model config optimizer policy steps " .. PASSED)
@@ -148,6 +149,8 @@ function M.initialize(given)
   local off = {}
   local bf16, bfloat16, fp16 = enabled(config, "bf16", off), enabled(config, "bfloat16", off),
     enabled(config, "fp16", off)
+  raise_if(fp16 and (bf16 or bfloat16), "deepspeed: expected fp16 or bf16 to be enabled, got " ..
+    "both; hint: \"enabled\": false in one of the two blocks")
   local precision = (bf16 or bfloat16) and "bf16" or fp16 and "fp16" or "fp32"
   local every = micro_batches(config)
   local opt = o.optimizer or optimizer_of(config.optimizer, o.model, precision)
