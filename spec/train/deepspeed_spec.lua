@@ -157,6 +157,20 @@ describe("deepspeed.initialize", function()
       "model_engine:turns() do` ends with it, or raise the option steps\n", result.err, 1, true)
   end)
 
+  it("shows its run as text", function()
+    local ds = engine.deepspeed.initialize { model = model_of(), log = "quiet", steps = 4,
+      config = { optimizer = { type = "Adam" }, fp16 = { enabled = true, loss_scale = 8 } } }
+    ds:backward(ds(engine.ones(2, 8)):mean())
+    ds:step()
+    assert.equal("deepspeed: adamw, 178 parameters, precision fp16, policy static, step 1 of 4, " ..
+      "1 update, 0 skipped", tostring(ds))
+    ds:close()
+    ds = engine.deepspeed.initialize { model = model_of(), log = "quiet",
+      config = { optimizer = { type = "Adam" } } }
+    assert.matches("policy static, step 0, 0 updates, 0 skipped", tostring(ds), 1, true)
+    ds:close()
+  end)
+
   it("shows no total without a number of steps", function()
     local out = helper.run({ helper.write(folder .. "/job.lua", [[
       local engine = require "engine"

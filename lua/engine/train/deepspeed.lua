@@ -234,4 +234,12 @@ function Engine:get_scale() return self.session:get_scale() end
 --- Ends the run and returns its summary.
 function Engine:close() return self.session:close() end
 
+function Engine:__tostring()
+  local s = self.session
+  return ("deepspeed: %s, %d parameters, precision %s, policy %s, step %d%s, %s, "
+    .. "%d skipped"):format(s.optimizer.name, s.model:count(), s.precision.name, s.policy.name,
+    s.steps_done, s.most < 2 ^ 53 and " of " .. s.most or "", show.counted(s.updates, "update"),
+    s.skipped)
+end
+
 return M
