@@ -229,7 +229,11 @@ function Module:parameter(key, value, role)
 end
 
 --- Registers a buffer under `key`: a tensor that has no gradient but is saved and loaded with the
---- parameters. No optimizer updates a buffer; the module does so itself.
+--- parameters. No optimizer updates a buffer; the module's forward does so itself:
+---   self.mean:copy(self.mean * 0.9 + mu * 0.1)
+--- Other fields, such as a number self.calls, are not in checkpoints. In some steps trap=overflow
+--- and policies that need norm_ref call forward again. After that, buffers get back their values,
+--- and other fields do not.
 function Module:buffer(key, value)
   expect(is_tensor(value), value, "buffer: expected a tensor for '%s'", tostring(key))
   self[key] = value
