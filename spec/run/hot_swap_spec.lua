@@ -127,6 +127,16 @@ describe("swapping a policy", function()
     assert.equal(plain, undone)
   end)
 
+  it("undone, gives the old policy the state and the loss scale that it had", function()
+    local scales = {}
+    trace({ steps = 8, policy = "dynamic:init_scale=4,growth_interval=4" }, function(t, step)
+      scales[step] = t.policy:scale()
+      if step == 3 then assert(t.policy:swap("static:loss_scale=2")) end
+      if step == 6 then assert(t.policy:undo()) end
+    end)
+    assert.same({ 4, 4, 4, 2, 2, 2, 8, 8 }, scales)   -- the fourth good step of its own grows it
+  end)
+
   it("is undone with a line if the old policy's file has changed", function()
     local notes = {}
     trace({ steps = 3, policy = policy_file(DYNAMIC) }, function(t, step)
