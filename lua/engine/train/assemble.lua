@@ -160,7 +160,8 @@ end
 ---                                "a,b" (run/shadow.lua); also policies of FP8 layers
 ---   watch                        false: saving the policy's file changes nothing (run/swap.lua)
 ---   trap                         "overflow": every overflowed step runs again to name the
----                                operation in which the overflow began (overflow.lua)
+---                                operation in which the overflow began (overflow.lua). Shows each
+---                                operation once; the history has all of them
 ---   tensorboard                  true: event files for TensorBoard in the run's directory; or a
 ---                                directory for them
 ---   attach                       false: `engine attach` cannot reach this run (run/control.lua)
