@@ -42,7 +42,6 @@ static bool is_own_place(const char *place, size_t length)
 }
 
 static int run_status;         // the most serious status of the runs that have ended
-static bool ended_by_run;      // the script used a run after its end
 enum { RESULTS_LOST = 5, DRIFTED = 6 };   // as in lua/engine/train/loop.lua
 
 // Prints an error. Ranks usually fail with the same error, so rank 0 prints it and ends the job.
@@ -255,15 +254,6 @@ static int l_run_status(lua_State *L)
   return 0;
 }
 
-// ended_by_run(): called before the error of a script that uses a run after its end, for instance
-// after Ctrl-C. The script then has the run's exit status, not EXIT_FAILURE.
-static int l_ended_by_run(lua_State *L)
-{
-  (void)L;
-  ended_by_run = true;
-  return 0;
-}
-
 // keep(): makes the script's locals global. Called at the end of a script run with -i.
 static int l_keep(lua_State *L)
 {
@@ -284,7 +274,7 @@ static int open_host(lua_State *L)
   static const luaL_Reg functions[] = {
     {"read", l_read}, {"history_load", l_history_load}, {"history_add", l_history_add},
     {"settle", l_settle}, {"trim", l_trim}, {"keep", l_keep}, {"run_status", l_run_status},
-    {"ended_by_run", l_ended_by_run}, {NULL, NULL},
+    {NULL, NULL},
   };
   lua_createtable(L, 0, 12);
   luaL_register(L, NULL, functions);
@@ -629,8 +619,7 @@ static int run(lua_State *L, int argc, char **argv)
   } else if (!ok && interrupted) {
     return 128 + eng_interrupt_signal(0);
   }
-  // an error that follows from the end of a run is not the script's; drifted ranks all have one
-  bool together = ok || ended_by_run || run_status == DRIFTED;
+  bool together = ok || run_status == DRIFTED;    // ranks that drifted all have the same error
   if (together && run_status) { // every rank gets here, so the job ends without an abort
     fflush(stdout);             // now, because mpirun may end this rank once another has exited
     eng_comm_end(0);

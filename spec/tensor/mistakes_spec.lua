@@ -335,6 +335,10 @@ describe("a mistake with tensors", function()
       "fp8.quantize: expected rows of 1 or more elements, got f32 []" },
     { "engine.attention(x, x, x, { scale = 1 / 0 })",
       "attention: expected scale to be finite, got inf" },
+    { "engine.custom { forward = function(_, x) local y = x * 1 return y, y end, " ..
+      "backward = function(_, dy) return dy end }(engine.ones(2, { requires_grad = true }))",
+      "custom: expected result 2 of forward to be a new tensor of this step, got f32 [2], which " ..
+      "is also an earlier result; hint: x:contiguous() is new" },
     { "engine.custom {}",
       "custom: expected { forward = function(saved, ...), backward = function(saved, ...) }" },
   }

@@ -22,9 +22,6 @@ local show = require "engine.base.show"
 local expect, raise, raise_if = M_ffi.expect, M_ffi.raise, M_ffi.raise_if
 local set_of = arguments.set_of
 
--- false if another LuaJIT runs the script: then there is no binary whose exit status could be set
-local hosted, host = pcall(require, "engine.host")
-
 local M = {}
 
 local Engine = {}
@@ -192,13 +189,10 @@ function Engine:turns(n)
   return function() return self.session.current and self.session.turn or nil end
 end
 
--- Returns the session. Raises an error if the run has ended. If the run's status is not 0, a script
--- that fails with this error exits with that status. After a finished run it exits with 1, because
--- the rest of the script did not run.
+-- Returns the session. Raises an error if the run has ended.
 local function running(self)
   if self.session.current then return self.session end
   local summary = self.session:close()
-  if hosted and summary.status ~= 0 then host.ended_by_run() end
   local stopped = summary.stopped
   raise("deepspeed: the run has ended%s; hint: `for step in model_engine:turns() do` ends with " ..
     "it%s", stopped and ": " .. stopped or " after " .. show.counted(summary.steps, "step"),
