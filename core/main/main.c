@@ -462,10 +462,14 @@ static void set_arg(lua_State *L, int argc, char **argv, int script)
 static bool load_kept(lua_State *L, const char *name)
 {
   static const char keep[] = "\nrequire('engine.host').keep() ";
-  eng_mapping file;
-  if (eng_file_map(&file, name) != ENG_OK) return false;
-  lua_pushlstring(L, file.data, (size_t)file.size);
-  eng_file_unmap(&file);
+  FILE *file = fopen(name, "rb");                 // may be a pipe
+  if (!file) return false;
+  luaL_Buffer read;
+  luaL_buffinit(L, &read);
+  for (size_t n; (n = fread(luaL_prepbuffer(&read), 1, LUAL_BUFFERSIZE, file)) > 0;)
+    luaL_addsize(&read, n);
+  fclose(file);
+  luaL_pushresult(&read);
   int top = lua_gettop(L);
   size_t length, before;
   const char *text = lua_tolstring(L, top, &length), *chunk = lua_pushfstring(L, "@%s", name);

@@ -132,8 +132,7 @@ static const char *damage(sqlite3_stmt *statement, int column)
   const char *declared = sqlite3_column_decltype(statement, column);
   if (declared == NULL) return NULL;
   const int type = sqlite3_column_type(statement, column);
-  static const char *const required[] = {"step", "site", "role", "kind", "key", "hash", "source",
-                                         "id", "name", "shape"};
+  static const char *const required[] = {"step", "site", "role", "kind", "key", "hash", "source"};
   const char *name = sqlite3_column_name(statement, column);
   const bool step = strcmp(name, "step") == 0, null = type == SQLITE_NULL;
   for (size_t i = 0; null && i < sizeof required / sizeof *required; i++)

@@ -125,6 +125,13 @@ describe("a rollback", function()
     assert.equal("there is no intact checkpoint of step 3 or before; hint: checkpoint_every=N",
       refused[1].text)
     assert.matches("the run went back 2 times, the most that", refused[2].text, 1, true)
+    run = folder .. "/lagged"
+    job { run = run, mode = "lagged", steps = 20, policy = { source = source, file = "b.lua" } }
+      :run()
+    assert.equal(1, #events(run, "rollback_refused"))
+    local replayed = engine.replay.run(engine.replay.trace(run), { source = source,
+      file = "b.lua" })
+    assert.equal(20, replayed.certainty.exact)       -- the run's own policy
     assert.has_error(function() job { rollbacks = -1 } end,
       "trainer: expected rollbacks to be a whole number of 0 or more, got -1")
   end)

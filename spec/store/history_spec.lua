@@ -146,6 +146,9 @@ describe("history", function()
 
   it("answers any SELECT and refuses to write", function()
     for step = 0, 9 do append(h, step) end
+    local joined = h:query("SELECT s.step, p.name, p.id FROM steps s LEFT JOIN parameters p " ..
+      "ON p.id = s.first_bad")[1]
+    assert.same({ 0 }, { joined.step, joined.name, joined.id })
     assert.are.same({ { n = 3 } }, { h:query("SELECT count(*) AS n FROM steps WHERE step < ?",
       3)[1] })
     local seen = 0

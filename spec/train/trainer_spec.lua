@@ -755,6 +755,15 @@ describe("the trainer", function()
     assert.is_false(good)
     assert.matches("the first forward pass added the parameter 'late.weight', which the " ..
       "optimizer does not train; hint: make it in init, or call the model once", message, 1, true)
+    local Replaced = engine.nn.class "Replaced"
+    function Replaced:init() self.late = engine.nn.linear(4, 1) end
+    function Replaced:forward(x)
+      if not rawget(self, "done") then self.late, self.done = engine.nn.linear(4, 1), true end
+      return self.late(x)
+    end
+    good, message = pcall(steps, Replaced())
+    assert.is_false(good)
+    assert.matches("added the parameter 'late.weight'", message, 1, true)
     local model = Late()
     engine.scope(function() model(engine.ones(1, 4)) end)
     local before, after = steps(model)

@@ -51,8 +51,12 @@ end
 local function empty(p)
   local x, shape = p.tensor, p.tensor.shape
   shape[1] = 0
-  p.owner[p.key] = tensor.zeros(shape, { dtype = x.dtype, keep = true,
+  local none = tensor.zeros(shape, { dtype = x.dtype, keep = true,
     requires_grad = arguments.info(x).requires_grad ~= 0 })
+  for _, key in ipairs(p.owner._order) do              -- two fields may hold the tensor
+    local value = rawget(p.owner, key)
+    if tensor.is_tensor(value) and value.slot == x.slot then p.owner[key] = none end
+  end
   x:free()
 end
 

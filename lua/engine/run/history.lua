@@ -278,6 +278,19 @@ local function expect(h, row, fields, optional)
   return row
 end
 
+-- Returns a function `make` for each(), which raises an error if one of these fields of a row is
+-- nil. The core allows NULL in `id`, `name` and `shape`, which the LEFT JOIN of a script may yield.
+local function present(h, ...)
+  local fields = { ... }
+  return function(row)
+    for _, name in ipairs(fields) do
+      fail_if(row[name] == nil, "history %s is damaged: a value of the column '%s' is NULL", h.path,
+        name)
+    end
+    return row
+  end
+end
+
 --- Iterates over rows of numbers that SQL computes. Raises an error for a value that is neither a
 --- number nor nil, and for nil in one of `fields`.
 function History:numbers(fields, sql, ...)
@@ -533,7 +546,7 @@ end
 function History:shadows_at(step)
   local list = {}
   if not self:has "shadows" then return list end
-  for name in each(self, nil, NAMES ..
+  for name in each(self, present(self, "name"), NAMES ..
     " SELECT name FROM names WHERE name IS NOT NULL ORDER BY name") do
     local row = one(self, "SELECT * FROM shadows WHERE name = ? AND step <= ? " ..
       "ORDER BY step DESC LIMIT 1", name.name, step)
@@ -544,8 +557,8 @@ end
 
 local function published(self, condition, none)
   if not self:has "signals" then return nothing(none) end
-  return collect(each(self, nil, [[SELECT name, count(*) AS changes, min(value) AS least,
-      max(value) AS most,
+  return collect(each(self, present(self, "name"), [[SELECT name, count(*) AS changes,
+      min(value) AS least, max(value) AS most,
     (SELECT value FROM signals t WHERE t.name = s.name ORDER BY step DESC LIMIT 1) AS last
         FROM signals s WHERE coalesce(name, '') ]] .. condition .. " GROUP BY name ORDER BY name"),
     { "name", "changes", "least", "most", "last" })
@@ -564,7 +577,8 @@ function History:logs() return published(self, "GLOB 'log.*'", "(no logs)") end
 function History:signals_at()
   local held = {}
   if not self:has "signals" then return function() return held end end
-  local next_row = each(self, nil, "SELECT step, name, value FROM signals ORDER BY step, name")
+  local next_row = each(self, present(self, "name"),
+    "SELECT step, name, value FROM signals ORDER BY step, name")
   local row = next_row()
   return function(step)
     while row and row.step <= step do
@@ -589,7 +603,9 @@ local CHANGES = "SELECT CASE typeof(step) WHEN 'integer' THEN step END AS step, 
 --- line that says so.
 function History:parts()
   local default = formats.of(self:meta().gradients) or formats.of "f16"
-  local rows = self:query "SELECT * FROM parameters ORDER BY id"  -- an older one has no `gradient`
+  -- an older history has no column `gradient`
+  local rows = collect(each(self, present(self, "id", "name", "shape"),
+    "SELECT * FROM parameters ORDER BY id"))
   local parts, known, damaged, own = {}, {}, 0, {}
   local listed = { __tostring = function(list)
     local text = table_text(list, { "id", "name", "shape", "gradient" })

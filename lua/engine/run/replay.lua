@@ -130,10 +130,9 @@ function M.run(trace, source, options, look)
     scales[i], actions[i] = verdict.scale, action
     result.logs = policy:add_logs(result.logs, i)
     if trace.names then
-      local row = trace.rows[i - 1]
-      local went_back = row.skip == row.skip
-      marks[i] = counterfactual.judge(result.certainty, tonumber(record.step), known, verdict, row,
-        trace.lagged and went_back ~= (asked == C.ENG_ACTION_ROLLBACK)) and "exact" or "bound"
+      local step, wanted = tonumber(record.step), asked == C.ENG_ACTION_ROLLBACK
+      marks[i] = counterfactual.judge(result.certainty, step, known, verdict, trace.rows[i - 1],
+        trace.lagged and wanted ~= (trace.asked[step] or false)) and "exact" or "bound"
     end
     if look then look.after(i, record, verdict, marks[i]) end
     logs = logs + math.log(scale) / math.log(2)

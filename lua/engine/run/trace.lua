@@ -101,12 +101,16 @@ function M.run(path)
     local self = setmetatable({ n = n, rows = Rows(n), hists = {}, name = path, settled = {},
       accumulate = tonumber(meta.accumulate or config.accumulate) or 1,
       lagged = (meta.mode or config.mode) == "lagged" }, Run)
-    local i, skips = 0, {}
+    local i, skips, asked = 0, {}, {}        -- asked: the steps whose verdict was a rollback
     for _, event in ipairs(history:events "rollback") do
-      local data = tostring(event.data)                    -- old histories lack `verdict`
-      skips[tonumber(data:match '"verdict": *(%d+)') or event.step - 1] =
-        tonumber(data:match '"skip": *(%d+)')
+      local data = tostring(event.data)
+      -- old histories lack `verdict`; their lagged rows have the action `rollback`
+      local step = tonumber(data:match '"verdict": *(%d+)') or event.step - 1
+      skips[step] = tonumber(data:match '"skip": *(%d+)')
+      asked[step] = not self.lagged or data:find '"verdict"' ~= nil
     end
+    for _, event in ipairs(history:events "rollback_refused") do asked[event.step] = true end
+    self.asked = asked
     for row in history:each("SELECT " .. history:columns(COLUMNS) ..
       ", action, hist FROM steps ORDER BY step, attempt") do
       if i == n then break end                             -- the run is still writing
@@ -115,6 +119,7 @@ function M.run(path)
       to.back, to.skip = 0 / 0, skips[row.step] or 0 / 0
       to.action, self.hists[i + 1] = C.eng_action_from_name(tostring(row.action)), row.hist
       if self.lagged and to.action >= 0 then               -- old histories have what was asked
+        asked[row.step] = asked[row.step] or to.action == C.ENG_ACTION_ROLLBACK
         to.action = to.overflow ~= 0 and C.ENG_ACTION_SKIP or C.ENG_ACTION_STEP
       end
       i = i + 1

@@ -81,7 +81,10 @@ function M.object(o, class, fields)
   self.sites = opt.fp8                          -- see Trainer:note_recipe
   self.agreement = agreement.new(self, o)
   self.needs = self:all_needs()
-  self.parameters_before = #self.model:parameters()      -- until the first forward pass
+  self.parameters_before = {}                   -- by slot, until the first forward pass
+  for _, p in ipairs(self.model:parameters()) do
+    self.parameters_before[tonumber(p.tensor.slot)] = true
+  end
   return self
 end
 

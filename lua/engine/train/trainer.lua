@@ -172,14 +172,11 @@ end
 -- Raises an error if the first forward pass has added parameters to the model, because the
 -- optimizer, which was made earlier, does not train them.
 local function refuse_added(self)
-  local list, trained = self.model:parameters(), {}
-  if #list > self.parameters_before then
-    for _, p in ipairs(self.optimizer.list) do trained[tonumber(p.tensor.slot)] = true end
-    for _, p in ipairs(list) do
-      fail_if(arguments.info(p.tensor).requires_grad ~= 0 and not trained[tonumber(p.tensor.slot)],
-        "trainer: the first forward pass added the parameter '%s', which the optimizer does not " ..
-        "train; hint: make it in init, or call the model once before making the optimizer", p.name)
-    end
+  for _, p in ipairs(self.model:parameters()) do
+    fail_if(arguments.info(p.tensor).requires_grad ~= 0
+      and not self.parameters_before[tonumber(p.tensor.slot)], "trainer: the first forward pass " ..
+      "added the parameter '%s', which the optimizer does not train; hint: make it in init, or " ..
+      "call the model once before making the optimizer", p.name)
   end
   self.parameters_before = nil
 end
