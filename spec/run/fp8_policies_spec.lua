@@ -333,6 +333,9 @@ describe("a policy of FP8 layers", function()
     assert.equal("fp8_fallback", t.optimizer.fp8.policies[1].name)
     assert.matches("fp8_fallback stays; bad %x+ is not used: its first decision failed: " ..
       "late.lua:3: late", events("swap_refused")[1].text)
+    local h = engine.history.open(folder .. "/run")
+    assert.matches("fp8_fallback", h:why(3), 1, true)
+    h:close()
     assert.equal(moved, weights)                           -- no layer moved for the candidate
     assert.equal(0, t.policy_errors)
   end)

@@ -153,12 +153,13 @@ end
 local function policies_at(h, step)
   local own, fp8 = nil, {}
   for event in h:each("SELECT kind, data FROM events WHERE kind IN ('policy', 'swap', " ..
-    "'fp8_policy', 'fp8_swap') AND step <= ? ORDER BY id", step) do
+    "'swap_refused', 'fp8_policy', 'fp8_swap') AND step <= ? ORDER BY id", step) do
     local data = data_of(event)
     local from, to = policy_text(data.from), policy_text(data.to or data)
+    local refused = event.kind == "swap_refused"           -- with `to`: the old policy returns
     if event.kind == "policy" then own, fp8 = to, {}       -- the run begins or is resumed
-    elseif event.kind == "swap" then own = to
-    else
+    elseif event.kind == "swap" or refused and data.to and not data.fp8 then own = to
+    elseif not refused or data.to then
       local at = #fp8 + 1
       for i, policy in ipairs(fp8) do at = policy == from and i or at end
       fp8[at] = to or "unknown"

@@ -81,11 +81,13 @@ end
 
 --- Returns the name of the policy that the run used last, or nil.
 function M.policy_of(h)
-  local swap = h:query("SELECT data FROM events WHERE kind = 'swap' AND id > coalesce((SELECT " ..
-    "max(id) FROM events WHERE kind = 'resumed'), 0) " ..
-    "ORDER BY id DESC LIMIT 1")[1]
-  local good, data = pcall(require("engine.base.json").decode, swap and swap.data or "")
-  if good and type(data) == "table" and type(data.to) == "table" then return data.to.name end
+  for event in h:each("SELECT data FROM events WHERE kind IN ('swap', 'swap_refused') AND id > " ..
+    "coalesce((SELECT max(id) FROM events WHERE kind = 'resumed'), 0) ORDER BY id DESC") do
+    local good, data = pcall(require("engine.base.json").decode, event.data or "")
+    if good and type(data) == "table" and type(data.to) == "table" and not data.fp8 then
+      return data.to.name                                  -- of a refused swap: the old policy
+    end
+  end
   local policies = h:policies()
   return h:meta().policy or policies[1] and policies[1].name
 end

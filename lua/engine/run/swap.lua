@@ -128,13 +128,17 @@ local function tell(self, kind, text, data)
   trainer:note(("step %d: %s"):format(trainer.steps_done, text))
 end
 
-local function refuse(self, entry, what, by, problem)
+-- Records why a policy is not used. failed: the policy that was swapped in and gives way to the
+-- seat's old policy, or nil. Returns nil and the problem.
+local function refuse(self, entry, what, by, problem, failed)
   problem = tostring(problem)
   local policy = entry and entry.seat.policy               -- nil: the seat is not known
   local named = problem:find(what, 1, true)          -- whether the problem already names the file
   tell(self, "swap_refused", ("%s%s is not used: %s"):format((not policy or policy.idle) and ""
     or ("the policy %s stays; "):format(policy.name), named and "the new policy" or what, problem),
-    { by = by, what = what, problem = problem, policy = policy and described(policy) })
+    { by = by, what = what, problem = problem, policy = policy and described(policy),
+    from = failed and described(failed), to = failed and described(policy),
+    fp8 = failed and entry.seat.kind == "fp8" or nil })
   return nil, problem
 end
 
@@ -390,7 +394,7 @@ function Swap:rejects(seat, record, verdict)
       if former.policy == old then break end
     end
   end
-  refuse(self, entry, label(policy), "its first decision", problem)
+  refuse(self, entry, label(policy), "its first decision", problem, policy)
   return true
 end
 
