@@ -250,8 +250,8 @@ typedef struct eng_op_info {
 const eng_op_info *eng_op_describe(int op);
 /// Returns the name of operation `op`, such as "matmul", or NULL past the end.
 const char *eng_op_name(int op);
-/// Returns whether the device `device` ("cpu", "reference") can run an operation: it has a kernel
-/// for the operation, or the operation needs no kernel.
+/// Returns whether a device ("cpu", "reference" or "cuda") can run an operation: it has a kernel
+/// for the operation, or the operation needs none. False if there is no such device.
 bool eng_op_supported(const char *device, int op);
 
 // ------------------------------------------------------------------ FP8

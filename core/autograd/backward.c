@@ -162,6 +162,8 @@ eng_status eng_backward(const eng_tensor *handle, double seed, bool retain)
                      loss->requires_grad && loss->node >= 0
                        ? "backward: an earlier backward emptied the tape of this loss; "
                          "hint: backward{retain=true} in the earlier call"
+                     : loss->requires_grad
+                       ? "backward: expected a loss that operations computed, got a leaf"
                        : "backward: nothing in this loss requires a gradient; hint: "
                          "x:requires_grad(true), and no engine.no_grad() around the forward pass");
   tensor *dy;

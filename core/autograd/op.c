@@ -36,8 +36,8 @@ void op_register(int op, op_infer_rule *infer, op_calls *calls)
 static bool has_low(const tensor *x, int dtype)
 { return x->parameter && x->parameter->low && x->parameter->low->dtype == dtype; }
 
-/// Replaces x by its values in `dtype`: by its low-precision copy if x is a parameter that has one,
-/// else by the result of a recorded cast.
+/// Replaces x by its values in `dtype`: by its low-precision copy in `dtype` if x is a parameter
+/// that has one, else by the result of a recorded cast. Leaves x if it has this dtype.
 static eng_status lowered(tensor **x, int dtype)
 {
   if (has_low(*x, dtype)) return params_low(x, (*x)->parameter);

@@ -125,7 +125,7 @@ static __attribute__((noinline)) double column_sum(const reduction *r, cursor ro
 }
 
 // Reduces rows [first, first + n) of the `width` columns that begin at offset `base`, into total
-// [width]. Up to FLUSH rows are summed in f32 or, if that overflows or a number is Inf or NaN, in
+// [width]. Sums up to FLUSH rows at a time in f32, and a column whose sum is Inf or NaN again in
 // double.
 static void reduce_columns(const reduction *r, int64_t base, int width, int64_t first, int64_t n,
                            double *total)

@@ -270,7 +270,8 @@ eng_status comm_cards_decide(bool *cards, eng_comm *everybody, bool wanted)
   if (!everybody->transport || !everybody->transport->test) return ENG_OK;
   card_note own;
   FREED card_note *notes = calloc((size_t)everybody->size, sizeof *notes);
-  FAIL_IF(!notes, ENG_ERR_MEMORY, "out of memory for the cards of %d ranks", everybody->size);
+  FAIL_IF(!notes, ENG_ERR_MEMORY, "out of memory on the host for a list of %d ranks",
+          everybody->size);
   write_note(&own, wanted);
   ENG_TRY(eng_comm_all_gather(everybody, notes, &own, sizeof own));
   for (int r = 0; r < everybody->size; r++)

@@ -122,11 +122,11 @@ void flat_reclaim(void);
 /// Copies the numbers of a contiguous tensor into a contiguous tensor with as many elements in the
 /// same memory space. Rounds them to the dtype of `to`, on the device that owns the memory.
 eng_status params_cast(tensor *to, tensor *from);
-/// Rounds the master of a member into its low-precision weights, which must exist. If they are
-/// fetched on use (params_fetched_on_use), rounds only this rank's elements.
+/// Rounds a member's master into its low-precision weights; they must exist. If they are fetched on
+/// use (params_fetched_on_use), rounds only this rank's elements.
 eng_status params_round(parameter *p);
-/// Sets *out to the low-precision weights of a member, which must exist. Rounds them again if a
-/// script has written to the master since the last rounding.
+/// Sets *out to a member's low-precision weights; they must exist. Rounds them again if a script
+/// has written to the master since the last rounding.
 eng_status params_low(tensor **out, parameter *p);
 /// Rounds the low-precision weights of all members whose master a script has written to.
 eng_status params_round_written(eng_params *set);

@@ -302,8 +302,8 @@ __global__ static void decide(numbers *u, const cuda_step_total *total, int64_t 
   }
 }
 
-/// Writes gradient * factor in f32. The spans of this pass have the targets in place of masters.
-/// Sets *found to 1 if a product is inf or nan.
+/// Writes gradient * factor / the span's relative scale, in f32. The spans of this pass have the
+/// targets in place of masters. Sets *found to 1 if a result is inf or nan.
 __global__ static void __launch_bounds__(SPAN_THREADS, 4)
 scale_gradients(const device_span *spans, const int32_t *chunk, double factor, int *found)
 {

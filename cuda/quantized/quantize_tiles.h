@@ -25,7 +25,8 @@ struct shared_tile {
 struct tile_place {
   int down, across;                // the tile's indices
   int first_row, first_column;     // of the thread, within the tile
-  // number of rows of x from the thread's first row on; 0 if its columns are outside x
+  // number of rows of x from the thread's first row on; 0 or less if there are none, 0 if the
+  // thread's columns are outside x
   int rows_there;
 };
 // Indices fit in an int, because tiles are used only if both sides of x are below 2^31 - TILE.

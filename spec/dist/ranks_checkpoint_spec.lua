@@ -55,7 +55,7 @@ describe("shards", function()
       ["model tensor 'w': expected 6 elements in the shards, got 5"] =
         { { ["model/w@0"] = engine.tensor { 1, 2 } },
         { ["model/w@2"] = engine.tensor { 4, 5, 6 } } },
-      ["shard-00002-of-00002.safetensors: 'model/w@2' differs from the other shards"] =
+      ["shard-00002-of-00002.safetensors: 'model/w@2' differs from the shards read before"] =
         { { ["model/w@0"] = engine.tensor { 1, 2 } },
           { ["model/w@2"] = engine.tensor({ 3, 4, 5, 6 }, "f16") } },
       ["'weight' is not a piece of a tensor"] = { { weight = engine.tensor { 1, 2 } }, {} },

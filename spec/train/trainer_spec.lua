@@ -713,7 +713,7 @@ describe("the trainer", function()
     local path = folder .. "/a\0b/c"
     assert.error_matches(function() job { run = path } end, "expected run to be a name or a path")
     assert.error_matches(function() job { resume = path } end,
-      "expected resume to be 'auto', a path")
+      "expected resume to be 'auto' %(or true%), a path")
     assert.error_matches(function() job { tensorboard = path } end, "expected tensorboard to be")
     assert.error_matches(function() job { run = ".." } end, "is that of another folder: 'runs/..'")
     assert.same({}, require("engine.base.file").names(folder))

@@ -181,7 +181,7 @@ local function need_meters(h, tensor)
   end
   raise("the run has no FP8 meters%s%s", tensor and " of '" .. tensor .. "'" or "",
     #known > 0 and nearest.choices(tensor, known, "tensors", "history:fp8()")
-    or "; a recipe such as fp8_block measures every sample-th step")
+    or "; hint: an FP8 recipe such as fp8_block records them every `sample` steps")
 end
 
 -- Adds n values of the metric `name`, given by their sum and range, to a picture column's cell.

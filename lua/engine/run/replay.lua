@@ -76,8 +76,9 @@ end
 ---   steps                  the number of replayed steps
 ---   mean_log2_scale        the mean of log2 of the loss scales of these steps
 ---   failures, failure      the number of decisions that failed; why the first of them failed
----   recover, unrecovered   mean steps from a backoff until the scale is back; 1 if it never
----                          recovered from the last backoff, else 0
+---   recover, unrecovered   mean steps from a backoff until the scale is back where it was, or nil;
+---                          1 if a recovery is unfinished at the end, else 0. Backoffs during a
+---                          recovery start no other one
 ---   underflow, mass_lost   on a run, over the steps with an update: mean share of nonzero elements
 ---                          below the smallest normal number; mean share of the gradient mass (the
 ---                          sum of magnitudes) that is lost

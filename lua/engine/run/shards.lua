@@ -247,10 +247,10 @@ function M.index(path, names)
       local whole = parts[part][tensor_name]
         or { dtype = entry.dtype, shape = shape, count = M.elements(shape), pieces = {} }
       parts[part][tensor_name] = whole
-      fail_if(whole.dtype ~= entry.dtype or whole.count ~= M.elements(shape),
-        "%s: '%s' differs from the other shards: expected a piece of %s %s, got one of %s %s",
-        name, entry_name, whole.dtype, tensor.shape_text(whole.shape), entry.dtype,
-        tensor.shape_text(shape))
+      local expected, got = tensor.shape_text(whole.shape), tensor.shape_text(shape)
+      fail_if(whole.dtype ~= entry.dtype or expected ~= got,
+        "%s: '%s' differs from the shards read before: expected a piece of %s %s, got one of %s %s",
+        name, entry_name, whole.dtype, expected, entry.dtype, got)
       table.insert(whole.pieces, { file = name, name = entry_name, from = tonumber(from),
         count = entry.shape[1] })
     end

@@ -91,7 +91,7 @@ local OPTIONAL = {
   { "policy_options", "a table", is "table" },
   { "run", "a name or a path", path },
   { "loss", "a function(model, batch)", callable },
-  { "resume", "'auto', a path, or false", any_of(path, is "boolean") },
+  { "resume", "'auto' (or true), a path, or false", any_of(path, is "boolean") },
   { "restart_data", "true or false", is "boolean" },
 }
 

@@ -26,10 +26,10 @@ local M = {}
 --                      random, unbiased; kahan: to nearest, and a bf16 buffer keeps the rounding
 --                      error for the next update; nearest: small updates are lost, and training
 --                      stalls
---   activations        inputs and outputs of matrix products and attention
+--   activations        inputs and outputs of matrix products, convolutions and attention
 --   residual           the residual stream, which begins as the output of an embedding
---   norm               the output of layer and RMS norm (their statistics are always f32)
---   wide               softmax, exponentials, losses and sums
+--   norm               the output of layer, RMS and group norm (their statistics are always f32)
+--   wide               softmax, exponentials, powers, losses, sums and means (WIDE in core/ops.def)
 --   weight_gradients   the format of a parameter's gradient
 --   norm_gradients     the format of a norm parameter's gradient
 --   moments            the format of the optimizer's state

@@ -101,7 +101,7 @@ function Several:restart()
   for _, e in ipairs(self.entries) do e.opt.state:restart() end
 end
 
--- ------------------------------------------------------------------ making one
+-- ------------------------------------------------------------------ making a session
 
 -- Returns the session's optimizers, sorted by name: { name, number, opt, first_lr }.
 local function entries_of(o)
