@@ -376,7 +376,7 @@ generators.mx_matmul = function(try)
   try { inputs = { a, sa, a, sa, false, false }, ints = { 10, 10, 4, 4 }, fails = "scale rule" }
   try { inputs = { a, sa, a, sa, false, false }, ints = { 10, 10, 0, 9 }, fails = "scale rule" }
   try { inputs = { a, sa, a, a, false, false }, ints = { 10, 10, 0, 0 },
-    fails = "a u8 scale for every 32" }
+    fails = "one for every 32" }
   try { inputs = { a, sa, a, sa, false, false }, ints = { 10, 10, 0, 0, engine.dtype.u8 + 1 },
     fails = "number of a floating" }
   try { inputs = { a, sa, a, sa, float("f32", { 2 }, "normal"), false }, ints = { 10, 10, 0, 0 },
