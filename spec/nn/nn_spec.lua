@@ -79,6 +79,18 @@ describe("a module", function()
     assert.same(names(net), names(other))
   end)
 
+  it("does not count a stored activation as a parameter after the backward pass", step(function()
+    local Net = nn.class "Net"
+    function Net:init() self.a, self.b = nn.linear(4, 4), nn.linear(4, 1) end
+    function Net:forward(x)
+      self.hidden = self.a(x)
+      return self.b(self.hidden)
+    end
+    local net = Net()
+    net(engine.ones(1, 4)):sum():backward()
+    assert.equal(4, #net:parameters())
+  end))
+
   it("does not register the tensors that a pass keeps, but its parameters", step(function()
     local Net = nn.class("Net")
     function Net:init() self.mask = engine.ones(2, { keep = true }) end

@@ -773,10 +773,6 @@ describe("the trainer", function()
       return self.late(self.hidden)
     end
     assert.are_not.same(after, select(2, steps(model)))
-    engine.begin_step()
-    model(engine.ones(1, 4)):sum():backward()
-    assert.equal(4, #model:parameters())
-    engine.end_step()
   end)
 
   it("an error in the loss names its function, and fields that a batch lacks", function()
